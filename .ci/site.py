@@ -86,7 +86,7 @@ NAV: list[tuple[str, Any]] = [
     (
         "Project",
         [
-            ("Beside other libraries", "docs/comparison.md"),
+            ("Comparison with other libraries", "docs/comparison.md"),
             ("Benchmarks", "benchmarks/README.md"),
             ("Speed beside other libraries", "benchmarks/peers.md"),
             ("Many seeds", "benchmarks/runs.md"),

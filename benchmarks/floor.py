@@ -1,4 +1,4 @@
-"""What the machine allows: rates that it reaches on bare products and copies, and counts of work.
+"""Limits of the machine: rates of bare products and copies, and counts of work.
 
 A floor is the useful work over such a rate. Useful means: a prompt once for all of its group, the
 output matrix at completion tokens only, and nothing for padding or stopped sequences.
@@ -17,7 +17,7 @@ from jrl.models.config import ModelConfig
 
 
 class Completions(NamedTuple):
-    """What was drawn: prompt lengths [N] and completion lengths [N, G], tokens."""
+    """Sampled lengths: prompt lengths [N] and completion lengths [N, G], tokens."""
 
     prompts: np.ndarray
     lengths: np.ndarray
@@ -107,7 +107,7 @@ def prime_rl_flops(config: ModelConfig, length: int, adapters: int = 0) -> float
 def decode_bytes(
     config: ModelConfig, completions: Completions, weights_bytes: int, vector_bytes: int = 0
 ) -> float:
-    """What decoding must read: all weights every step, live keys and values, a prefix once.
+    """Bytes that decoding must read: all weights every step, live keys and values, a prefix once.
 
     Args:
       config: the model.

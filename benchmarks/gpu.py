@@ -231,7 +231,7 @@ def add_profile(
 
 
 def bare_rates(args: argparse.Namespace, record: Record) -> dict[str, float | None]:
-    """What the device is and reaches; each is written at once."""
+    """Properties and measured rates of the device; each is written immediately."""
     device, flags = jax.devices()[0], os.environ.get("XLA_FLAGS", "")
     limit = memory_limit(args)
     head = {"kind": "device", "device": device.device_kind, "jax": jax.__version__}

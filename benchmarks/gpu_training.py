@@ -76,14 +76,14 @@ class Update(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What a training row ran with: so many layers of the shape, and a name of ``REMAT``."""
+    """Setting of a training row: the number of layers, and a name of ``REMAT``."""
 
     layers: int
     remat: str
 
 
 def variants(config: ModelConfig, remat: str) -> Iterator[Variant]:
-    """What to train, in the order in which memory is given up."""
+    """Settings to try, in decreasing order of memory."""
     layers, leanest = config.layers, ORDER[-1]
     leaner = ORDER[ORDER.index(remat) :] if remat in ORDER else (remat, *ORDER)
     for name in leaner:

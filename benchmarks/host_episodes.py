@@ -45,7 +45,7 @@ QUEUED, SPREAD, CALL_SECONDS = 4, 1.0, 600.0
 
 
 class Work(NamedTuple):
-    """What both loops play.
+    """Episodes that both loops play.
 
     Attributes:
       rows: with weights.
@@ -104,7 +104,7 @@ def environment(work: Work, mean: float, seed: int) -> HostEnv:
 
 
 class Outcome(NamedTuple):
-    """What a loop did.
+    """Figures of a loop.
 
     Attributes:
       transcripts: of all episodes.
@@ -209,7 +209,7 @@ def _draw(
 
 
 def _step_arguments(work: Work, episode: Episode) -> tuple[Any, ...]:
-    """What an environment is told of a turn, ``call_step``'s arguments."""
+    """An environment's arguments for a turn, those of ``call_step``."""
     cut = episode.turn.stop == StopReason.LENGTH
     return work.tokenizer, episode.state, episode.at.turn, episode.end_turn(), cut
 

@@ -38,7 +38,7 @@ class Event(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """What one call ran on the device, and the seconds that the host waited for it."""
+    """Device events of one call, and the seconds that the host waited for it."""
 
     events: list[Event]
     wall_s: float

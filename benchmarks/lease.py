@@ -104,7 +104,7 @@ def ends_in_time(record: Record, seconds: float) -> Iterator[None]:
 
 
 class Cost(NamedTuple):
-    """What the time of a row grows with: layers to compile, and work of any unit to run."""
+    """Cost factors of a row: layers to compile, and work of any unit to run."""
 
     layers: float
     work: float

@@ -1,4 +1,4 @@
-"""What a step's time goes to, and how far each part is from what the machine allows.
+"""Parts of a step's time, each compared with the machine's limit.
 
 A phase inside a program cannot be timed from outside. It is compiled once more as a program of its
 own, from the same function, and run on the same inputs; what is left of the whole is the rest.

@@ -1,4 +1,4 @@
-"""What the shipped pod configurations need and take on their slices, as XLA compiles them.
+"""Memory and time of the shipped pod configurations on their slices, as XLA compiles them.
 
     python -m benchmarks.pods --only pod_8b_v6e --program sampler
     python -m benchmarks.pods                       # everything that pods.json does not have yet
@@ -121,7 +121,7 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def breakdown(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """What each program's time goes to, in Markdown."""
+    """Parts of each program's time, in Markdown."""
     kinds = ("products", "attention", "prefetches", "copies", "the rest", "collectives")
     heads = (
         "configuration",

@@ -1,4 +1,4 @@
-"""How often ``rewards.math`` agrees with the verdicts that published evaluations recorded.
+"""Agreement of ``rewards.math`` with the verdicts that published evaluations recorded.
 
     python -m benchmarks.recorded_verdicts FOLDER              # a line for each file, and the sum
     python -m benchmarks.recorded_verdicts FOLDER --show 20    # and where the two differ
@@ -63,7 +63,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 def recorded(row: dict[str, Any], of: str) -> Iterator[Recorded]:
-    """What a row recorded; nothing where it lacks text, reference or verdict."""
+    """Yields the records of a row; none if it lacks text, reference or verdict."""
     reference, verdicts = first_of(row, REFERENCES), first_of(row, VERDICTS)
     texts = first_of(row, ANSWERS[of])
     if reference is None or verdicts is None or texts is None:

@@ -114,7 +114,7 @@ def _raise() -> None:
 
 
 class Stage(NamedTuple):
-    """What is timed.
+    """Timed cases.
 
     Attributes:
       kinds: of hostility.

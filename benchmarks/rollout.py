@@ -77,7 +77,7 @@ def sampling_figures(
 
 
 def describe(work: Work, state: TrainState) -> dict[str, Any]:
-    """What was run, where."""
+    """Configuration and device of the run."""
     device = jax.devices()[0]
     return {
         "library": "jrl",

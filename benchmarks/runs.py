@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def changes(args: argparse.Namespace) -> list[str]:
-    """What every run here has beside its file: one program, no stop on the way."""
+    """Overrides of every run here: one program, no stop on the way."""
     rest = ["eval.every=0", "checkpoint.every=0", "log.samples_every=0"]
     return ["train.mode=compiled", f"train.steps={args.steps}", *rest, *args.overrides]
 
@@ -57,7 +57,7 @@ def changes(args: argparse.Namespace) -> list[str]:
 
 
 def whole_run(config: Config) -> Any:
-    """What ``jrl train`` computes for a configuration, key -> (state, curves)."""
+    """The computation of ``jrl train`` for a configuration, key -> (state, curves)."""
     run = build.setup(config)
     check_trainable(run)
     warmup = config.warmup.model_dump(include={"steps", "batch", "learning_rate"})

@@ -1,4 +1,4 @@
-"""How far the distributions of faster samplers are from the distribution that training scores with.
+"""Distance of faster samplers' distributions from the one that training scores with.
 
     python -m benchmarks.distribution --layers 8 --dim 512 --vocab 32000
     python -m benchmarks.distribution --model DIR

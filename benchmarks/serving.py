@@ -1,4 +1,4 @@
-"""What a server needs over thousands of requests, good and bad, and what log-probabilities cost.
+"""Resources of a server over thousands of requests, good and bad, and cost of log-probabilities.
 
     python -m benchmarks.serving --requests 10000
     python -m benchmarks.serving --alternatives --layers 4 --dim 256 --vocab 32000
@@ -168,7 +168,7 @@ def kinds(seed: int) -> list[tuple[str, Callable[[Server], int], int]]:
 
 
 def soak(server: Server, requests: int, every: int, threads: int) -> dict[str, Any]:
-    """What the server uses every so many requests, and what came of them.
+    """Resources of the server at regular numbers of requests, and the requests' statuses.
 
     Requests that end in another way than their kind should are counted as unexpected.
     """

@@ -88,7 +88,7 @@ def _packer(work: Work) -> Packer | None:
 
 
 def _rest(walls: list[float], *parts: list[float]) -> list[float]:
-    """What is left of each step's time without its parts."""
+    """Remainder of each step's time without its parts."""
     return [wall - sum(each) for wall, *each in zip(walls, *parts, strict=True)]
 
 

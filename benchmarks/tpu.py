@@ -127,7 +127,7 @@ class Clock:
         self._now.clear()
 
     def medians(self) -> dict[str, float]:
-        """What a step takes, and its parts; a part that a step lacks took no time in it."""
+        """Time of a step and of its parts; 0 for a part that the step lacks."""
         names = dict.fromkeys(name for step in self.steps for name in step)
         return {name: steady(step.get(name, 0.0) for step in self.steps) for name in names}
 

@@ -61,7 +61,7 @@ PROGRAMS = {"train_step": "training step", "sampler": "sampler"}
 
 
 def limits(row: dict[str, Any]) -> str:
-    """What takes most of each program's time, with the seconds of each resource by itself."""
+    """Bottleneck of each program, with the seconds of each resource by itself."""
     rows = []
     for name, word in PROGRAMS.items():
         bound, alone = row[name]["bound"], row[name]["alone"]

@@ -37,7 +37,7 @@ DEVIATION = 0.01
 
 
 class Work(NamedTuple):
-    """What both programs start from.
+    """Common inputs of both programs.
 
     Attributes:
       args: the flags.

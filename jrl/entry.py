@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jrl.episodes.host import HostEnv
 
 ROWS = "python"
-"""Where in a run directory the rows are that were passed in Python."""
+"""Directory, within a run's, of the rows passed in Python."""
 
 Rows = Iterable[Mapping[str, Any]]
 Reward = Callable[..., Sequence[float]]

@@ -1,4 +1,4 @@
-"""What JAX compiles while a test looks on."""
+"""Programs that JAX compiles during a test."""
 
 import contextlib
 import threading
@@ -21,14 +21,14 @@ def compilations() -> Iterator[list[Compilation]]:
 
     JAX's own caches do not serve to count: they forget programs where a process has thousands.
     """
-    found: list[Compilation] = []
+    records: list[Compilation] = []
 
     def note(event: str, seconds: float, **about: str) -> None:
         if event.endswith("backend_compile_duration"):
-            found.append(Compilation(about["fun_name"], threading.current_thread().name))
+            records.append(Compilation(about["fun_name"], threading.current_thread().name))
 
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
-        yield found
+        yield records
     finally:
         jax.monitoring.unregister_event_duration_listener(note)

@@ -1,4 +1,4 @@
-"""What every test shares: a quiet CPU backend with eight devices, and strict JAX settings.
+"""Setup of every test: a quiet CPU backend with eight devices, and strict JAX settings.
 
 The environment is written before anything imports JAX, so that subprocesses started by a test see
 the same machine.
@@ -115,7 +115,7 @@ def pytest_collection_modifyitems(config, items):
                 left[name] = True
                 item.add_marker(pytest.mark.slow)
     if not config.option.file_or_dir and not all(left.values()):
-        stale = ", ".join(name for name, found in left.items() if not found)
+        stale = ", ".join(name for name, matched in left.items() if not matched)
         raise pytest.UsageError(f"tests/slow.txt names what is no test: {stale}")
 
 
@@ -131,7 +131,7 @@ def pytest_addoption(parser):
 
 
 def skipped_extras(reports):
-    """How many reports skipped for want of each extra."""
+    """Number of skipped reports by missing extra."""
     counts = {}
     for report in reports:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)

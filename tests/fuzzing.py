@@ -1,4 +1,4 @@
-"""What the fuzz tests share: settings, values of any kind, damage to bytes, and how to judge."""
+"""Shared by the fuzz tests: settings, values of any kind, damage to bytes, and how to judge."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from jrl.errors import UserError
 from jrl.serving.openai_requests import ApiError
 
-KEPT = pathlib.Path(__file__).parent / "fuzz_examples"
+EXAMPLES = pathlib.Path(__file__).parent / "fuzz_examples"
 """Where hypothesis writes inputs that failed, and looks first; to be committed with the fix. What
 is worth reading stands as an ``@example`` besides."""
 
@@ -24,7 +24,7 @@ def settings(examples):
     return hypothesis.settings(
         max_examples=TIMES * examples,
         deadline=None,
-        database=DirectoryBasedExampleDatabase(KEPT),
+        database=DirectoryBasedExampleDatabase(EXAMPLES),
         suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
     )
 
@@ -41,7 +41,7 @@ anything = st.recursive(
 
 
 def outcome(function, *arguments):
-    """What it says where it refuses; other errors pass, and fail the test."""
+    """Message of a refusal, else ""; other errors propagate and fail the test."""
     try:
         function(*arguments)
     except (UserError, ApiError) as error:

@@ -150,7 +150,7 @@ class World:
             return self.sample(self.request(step, ids))
 
     def request(self, step, tickets, *, rows=None, key=None):
-        """What draws ask for with the state's policy."""
+        """Request of draws with the state's policy."""
         key, weights = self.state.key if key is None else key, policy_weights(self.state)
         return simple_request(key, weights, np.int32(step), tickets, GROUP, rows=rows)
 
@@ -158,11 +158,11 @@ class World:
 programs = cache(World)
 
 
-def world(*, seed=0, **asked):
+def world(*, seed=0, **options):
     """A ``World`` with a state of its own; worlds that differ in nothing else share programs."""
-    made = copy(programs(**asked))
-    made.state = made.make(jax.random.key(seed))
-    return made
+    setup = copy(programs(**options))
+    setup.state = setup.make(jax.random.key(seed))
+    return setup
 
 
 @cache
@@ -205,10 +205,10 @@ def test_1_few_frames_from_fit_to_the_network():
     world(spy=spy).fit(1)
     depths = set()
     for stack in stacks:
-        own = [f.name for f in stack if Path(f.filename).is_relative_to(LIBRARY)]
-        assert own[0] == "train_steps"
-        depths.add(own[1])
-        assert len(own) <= 6, own
+        frames = [f.name for f in stack if Path(f.filename).is_relative_to(LIBRARY)]
+        assert frames[0] == "train_steps"
+        depths.add(frames[1])
+        assert len(frames) <= 6, frames
     assert depths == {"collect", "step"}  # both ways were seen
 
 
@@ -229,19 +229,21 @@ def entered(run):
         run()
     finally:
         sys.settrace(before)
-    own = [Path(name) for name in names if Path(name).is_relative_to(LIBRARY)]
-    return [p.relative_to(LIBRARY).as_posix() for p in own if p.name not in WATCHERS]
+    paths = [Path(name) for name in names if Path(name).is_relative_to(LIBRARY)]
+    return [p.relative_to(LIBRARY).as_posix() for p in paths if p.name not in WATCHERS]
 
 
 def hops_of_the_readme():
     """Hop -> the files or folders that README's figure names for it."""
     figure = README.read_text().partition("## Five hops")[2].partition("## ")[0]
-    named, hop = {}, 0
+    files_by_hop, hop = {}, 0
     for line in re.findall(r"^ {4}.*", figure, flags=re.M):  # the figure, not the prose after it
         if start := re.match(r" {0,4}([1-5]) ", line):
             hop = int(start[1])
-        named.setdefault(hop, []).extend(re.findall(r"(?<![\w/])[a-z]+/[\w/]*(?:\.py)?", line))
-    return {hop: names for hop, names in named.items() if hop and names}
+        files_by_hop.setdefault(hop, []).extend(
+            re.findall(r"(?<![\w/])[a-z]+/[\w/]*(?:\.py)?", line)
+        )
+    return {hop: names for hop, names in files_by_hop.items() if hop and names}
 
 
 def test_2_the_files_of_the_readme_are_the_first_of_their_hops():
@@ -252,14 +254,14 @@ def test_2_the_files_of_the_readme_are_the_first_of_their_hops():
         source = text_source(w, [f"{i}+{3 * i}=" for i in range(PROMPTS)], pool=pool)
         w.collect_from(source, np.ones(1, np.float32))
         files = entered(lambda: w.fit(1))
-    seen = {"train/loop.py"}
-    assert files[0] in seen  # where ``train_steps`` is
+    earlier = {"train/loop.py"}
+    assert files[0] in earlier  # where ``train_steps`` is
     for hop, names in hops.items():
         package = names[0].partition("/")[0]
-        new = (f for f in files if not f.startswith(tuple(seen)))
+        new = (f for f in files if not f.startswith(tuple(earlier)))
         first = next(f for f in new if f.startswith(f"{package}/"))
         assert first.startswith(names[0]), f"hop {hop} begins in {first}"
-        seen.update(names)
+        earlier.update(names)
 
 
 def test_2_a_step_enters_the_files_that_explain_it():
@@ -271,22 +273,24 @@ def test_2_a_step_enters_the_files_that_explain_it():
 
 def test_2_a_step_of_the_demo_enters_the_same_files(tmp_path, monkeypatch):
     """The same of a run of ``configs/tiny.toml``, from where its loop begins."""
-    before, seen = sys.gettrace(), []
+    before, entered_files = sys.gettrace(), []
 
     def watched_steps(*args, on_step, **kwargs):
-        def after(*made):
+        def after(*step_args):
             sys.settrace(before)  # what is written after a step is not on the way to it
-            return on_step(*made)
+            return on_step(*step_args)
 
-        ended = []
-        seen.extend(entered(lambda: ended.append(train_steps(*args, on_step=after, **kwargs))))
-        return ended[0]
+        results = []
+        entered_files.extend(
+            entered(lambda: results.append(train_steps(*args, on_step=after, **kwargs)))
+        )
+        return results[0]
 
     monkeypatch.setattr("jrl.run.loops.train_steps", watched_steps)
     short = ["train.steps=1", "train.prompts=8", "sampling.group=4", "eval.problems=8"]
     short += ["warmup.steps=1", f"run.dir={tmp_path / 'run'}"]
     train(load_config(str(README.parent / "configs" / "tiny.toml"), short))
-    assert {"collect/collector.py", "train/step.py", "objectives/policy.py"} <= set(seen)
+    assert {"collect/collector.py", "train/step.py", "objectives/policy.py"} <= set(entered_files)
 
 
 # A layout that does not come back also draws this warning; the assertions are to say what is wrong.
@@ -454,15 +458,15 @@ def test_7_the_sampler_draws_from_the_distribution_by_definition(knobs):
 
     logits = np.asarray(all_logits(w.state.params["policy"], before))
     live = rollout.mask.reshape(len(logits), -1)
-    drawn = rollout.tokens.reshape(live.shape)[live]
+    tokens = rollout.tokens.reshape(live.shape)[live]
     distributions = np.array([numpy_distribution(x, **knobs) for x in logits[live]])
-    chances = np.maximum(distributions[np.arange(len(drawn)), drawn], 1e-30)
+    chances = np.maximum(distributions[np.arange(len(tokens)), tokens], 1e-30)
     assert np.abs(np.log(chances) - rollout.sampler_logprobs.reshape(live.shape)[live]).max() < 1e-4
     # Chi-square over the vocabulary; its mean is at most its number of terms.
-    expected, seen = distributions.sum(axis=0), np.bincount(drawn, minlength=TASK.vocab_size)
+    expected, counts = distributions.sum(axis=0), np.bincount(tokens, minlength=TASK.vocab_size)
     often = expected > 5
     terms = often.sum()
-    statistic = ((seen - expected) ** 2 / np.where(often, expected, 1))[often].sum()
+    statistic = ((counts - expected) ** 2 / np.where(often, expected, 1))[often].sum()
     assert statistic < terms + 5 * np.sqrt(2 * terms)
     assert live.sum() > 2000
     assert terms > 10
@@ -511,8 +515,10 @@ def off_policy_loss(params, reference, inputs, batch, advantages, low, high, coe
     def logprobs(params):
         hidden, _ = network.hidden(params, *inputs)
         table = jax.nn.log_softmax(network.logits(params, hidden))
-        drawn = batch.tokens.reshape(before.shape)
-        return table[jnp.arange(len(before))[:, None], before, drawn].reshape(batch.tokens.shape)
+        sampled_tokens = batch.tokens.reshape(before.shape)
+        return table[jnp.arange(len(before))[:, None], before, sampled_tokens].reshape(
+            batch.tokens.shape
+        )
 
     now = logprobs(params)
     ratio = jnp.exp(now - batch.stats["sampler_logprobs"])
@@ -553,7 +559,7 @@ def test_8_off_policy_step_equals_a_hand_written_loop():
     assert_close(state.params["policy"], params, 1e-5)
 
 
-def judged(prompt, completion):
+def reward_of(prompt, completion):
     """(verify, partial) of one completion in text, by Python's own arithmetic."""
     left, sign, right = re.fullmatch(r"(\d+)([+-])(\d+)=", prompt).groups()
     value = int(left) + int(right) if sign == "+" else int(left) - int(right)
@@ -570,7 +576,7 @@ def test_8_rewards_are_of_their_own_problem():
     for i, row in enumerate(rollout.tokens):
         prompt = text(rollout.prompt_tokens[i, : rollout.prompt_lengths[i]])
         for j, tokens in enumerate(row):
-            points = judged(prompt, text(tokens[: rollout.lengths[i, j]]))
+            points = reward_of(prompt, text(tokens[: rollout.lengths[i, j]]))
             assert np.allclose(groups.rewards[i, j], points, atol=1e-6)
     assert (groups.rewards[:, :, 1] > 0).sum() > 10
     # Prompts in text: the pool's points are the numbers of the prompts.
@@ -660,13 +666,13 @@ def test_10_held_out_problems_are_never_trained_on():
     evaluate = jax.jit(partial(held_out, task=TASK, network=w.network, problems=128))
     groups = evaluate(w.state.key, w.state.params["policy"], w.sampling_params)
     rollout = jax.device_get(groups.rollout)
-    held = set(map(identity, rollout.prompt_tokens, rollout.prompt_lengths))
-    assert len(held) > 100
+    heldout = set(map(identity, rollout.prompt_tokens, rollout.prompt_lengths))
+    assert len(heldout) > 100
     draw = partial(TASK.generate, split="train")
     problems = jax.device_get(jax.jit(jax.vmap(draw))(jax.random.split(jax.random.key(2), 4096)))
-    assert held.isdisjoint(map(identity, problems.tokens, problems.length))
+    assert heldout.isdisjoint(map(identity, problems.tokens, problems.length))
     trained = jax.device_get(w.groups(prompts=256).rollout)
-    assert held.isdisjoint(map(identity, trained.prompt_tokens, trained.prompt_lengths))
+    assert heldout.isdisjoint(map(identity, trained.prompt_tokens, trained.prompt_lengths))
 
 
 def test_10_clip_norm_bounds_the_gradient():

@@ -56,9 +56,9 @@ def write_sound_files(root: pathlib.Path) -> pathlib.Path:
     hf.save(root / "model", model, jax.device_get(transformer(model).init(jax.random.key(0))))
     backend.save(str(root / "model" / "tokenizer.json"))
     (root / "model" / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
-    asked = [f"how many {what}?" for what in ("eels", "whales", "cows")]
-    rows = [{"question": text, "answer": "5"} for text in asked]
-    pairs = [{"prompt": text, "chosen": "five", "rejected": "one"} for text in asked]
+    questions = [f"how many {what}?" for what in ("eels", "whales", "cows")]
+    rows = [{"question": text, "answer": "5"} for text in questions]
+    pairs = [{"prompt": text, "chosen": "five", "rejected": "one"} for text in questions]
     for name, lines in (("data", rows), ("pairs", pairs)):
         (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     return root
@@ -157,7 +157,7 @@ NEEDED = {
     "value.kind": ("method=ppo",),
     "value.path": ("method=ppo", "value.kind=network"),
 }
-"""What else must be given for a key to be read."""
+"""Further keys without which a key is not read."""
 
 WRONG = {
     "text": {
@@ -236,24 +236,23 @@ def keys() -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
 
 def all_mistakes() -> list[Mistake]:
     """Every key in every wrong way, in the order of keys; then the contradictions."""
-    made = []
+    mistakes = []
     for key, kind, base, more in keys():
         sound = (*BASES[base], *more)
         for form, value in WRONG[kind].items():
             if (key, form) in SOUND:
                 continue
-            shown = value if form not in ("table", "list", "twice", "null", "date") else ""
-            shown = shown.strip("'") if form != "empty" else ""
-            whole = (
-                "sampling.mesh" if key == "sampling.mesh.fsdp" else key
-            )  # their product is wrong
-            made.append(Mistake(whole, form, (*sound, f"{key}={value}"), shown))
-        made += _misnamed(key, sound)
+            value_shown = value if form not in ("table", "list", "twice", "null", "date") else ""
+            value_shown = value_shown.strip("'") if form != "empty" else ""
+            # a mistake in one axis is reported as one in the product of all
+            blamed = "sampling.mesh" if key == "sampling.mesh.fsdp" else key
+            mistakes.append(Mistake(blamed, form, (*sound, f"{key}={value}"), value_shown))
+        mistakes += _misnamed(key, sound)
     for key, *overrides in CONTRADICTIONS:
         base = BASES.get(overrides[0], ())
         rest = overrides[1:] if base else overrides
-        made.append(Mistake(key, "contradiction " + rest[-1], (*base, *rest)))
-    return made
+        mistakes.append(Mistake(key, "contradiction " + rest[-1], (*base, *rest)))
+    return mistakes
 
 
 def _misnamed(key: str, sound: tuple[str, ...]) -> Iterator[Mistake]:

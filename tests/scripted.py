@@ -13,7 +13,7 @@ def reply(text, turn=0, cut=False):
     return Reply(text, text, np.zeros(1, np.int32), turn, cut)
 
 
-async def played(env, turns, prompt, seed=0, cut=False):
+async def play_turns(env, turns, prompt, seed=0, cut=False):
     """(the opening messages, the feedback to each turn), checked as a run checks them."""
     state, messages = await env.init(prompt, seed)
     opening, feedbacks = check_messages(messages, env.limits), []
@@ -27,6 +27,6 @@ async def played(env, turns, prompt, seed=0, cut=False):
 
 
 def play(env, turns, prompt, seed=0, cut=False):
-    """``played`` outside of an event loop, as one list: the opening, then the feedbacks."""
-    opening, feedbacks = asyncio.run(played(env, turns, prompt, seed, cut))
+    """``play_turns`` outside of an event loop, as one list: the opening, then the feedbacks."""
+    opening, feedbacks = asyncio.run(play_turns(env, turns, prompt, seed, cut))
     return [opening, *feedbacks]

@@ -36,7 +36,7 @@ BOOT_SHARE, BOOT_SECONDS = 0.2, 10.0  # of the kills, and how far into the start
 
 
 def of_mode(mode: str, directory: pathlib.Path) -> list[str]:
-    """What distinguishes a mode."""
+    """Settings of a mode."""
     if mode == "episodes":
         return ["data={env='guess_number', numbers=4, turns=3}"]
     task = ["data.task=sequence", "data.difficulty=1"]
@@ -74,12 +74,12 @@ def start(mode: str, directory: pathlib.Path, steps: int) -> subprocess.Popen[by
 
 def records(directory: pathlib.Path) -> list[dict]:
     """The records of the run's steps."""
-    found = []
+    rows = []
     with contextlib.suppress(FileNotFoundError):
         for line in (directory / "metrics.jsonl").read_text().splitlines():
             with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-    return [r for r in found if "step" in r]
+                rows.append(json.loads(line))
+    return [r for r in rows if "step" in r]
 
 
 def last_record(directory: pathlib.Path) -> dict:
@@ -120,16 +120,16 @@ class Soak:
         self, mode: str, directory: pathlib.Path, steps: int, kills: int, until: float
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self.whole, self.killed = directory / "whole", directory / "killed"
+        self.unbroken, self.killed = directory / "whole", directory / "killed"
         self.mode, self.steps, self.kills, self.until = mode, steps, kills, until
         self.notes = directory / "soak.json"
-        self.seen: dict = {"looks": [], "kills": [], "starts": {"whole": 0, "killed": 0}}
+        self.record: dict = {"looks": [], "kills": [], "starts": {"whole": 0, "killed": 0}}
         if self.notes.exists():
-            self.seen = json.loads(self.notes.read_text())
-        self.random = random.Random(len(self.seen["kills"]))
+            self.record = json.loads(self.notes.read_text())
+        self.random = random.Random(len(self.record["kills"]))
 
     def keep(self) -> None:
-        self.notes.write_text(json.dumps(self.seen))
+        self.notes.write_text(json.dumps(self.record))
 
     @property
     def late(self) -> bool:
@@ -140,20 +140,20 @@ class Soak:
 
     def watch(self) -> None:
         """The run that is left alone; only the end of the time stops it, with SIGTERM."""
-        child = start(self.mode, self.whole, self.steps)
-        self.seen["starts"]["whole"] += 1
+        child = start(self.mode, self.unbroken, self.steps)
+        self.record["starts"]["whole"] += 1
         while child.poll() is None and not self.late:
             time.sleep(LOOK_SECONDS)
-            if seen := look(child.pid, self.whole):
-                self.seen["looks"].append({**seen, "start": self.seen["starts"]["whole"]})
-        self.end(child, self.whole)
+            if reading := look(child.pid, self.unbroken):
+                self.record["looks"].append({**reading, "start": self.record["starts"]["whole"]})
+        self.end(child, self.unbroken)
 
     def kill(self) -> None:
         """The other one: ended at a random moment, or left to finish after the last kill."""
         child = start(self.mode, self.killed, self.steps)
-        began = time.monotonic()
-        self.seen["starts"]["killed"] += 1
-        left = self.kills - len(self.seen["kills"])
+        boot_time = time.monotonic()
+        self.record["starts"]["killed"] += 1
+        left = self.kills - len(self.record["kills"])
         before = last_record(self.killed).get("step", 0)
         mean = (self.steps - before) / (left + 1)
         boots = self.random.random() < BOOT_SHARE
@@ -163,11 +163,11 @@ class Soak:
         while child.poll() is None and not self.late:
             time.sleep(self.random.uniform(0, 0.03))
             step = last_record(self.killed).get("step", 0)
-            due = time.monotonic() - began > boot if boots else step >= target
+            due = time.monotonic() - boot_time > boot if boots else step >= target
             if left and due:
                 child.send_signal(signal.SIGKILL)
                 child.wait()
-                self.seen["kills"].append({"step": step, "start": boots})
+                self.record["kills"].append({"step": step, "start": boots})
                 self.keep()
                 return
         self.end(child, self.killed)
@@ -177,17 +177,17 @@ class Soak:
             child.send_signal(signal.SIGTERM)
         code = child.wait()
         self.keep()
-        wanted = 0 if self.done(directory) else 130
-        assert code == wanted, f"{directory.name} ended with {code}; see {directory}.log"
+        expected = 0 if self.done(directory) else 130
+        assert code == expected, f"{directory.name} ended with {code}; see {directory}.log"
 
     def run(self) -> bool:
         """Whether both are done."""
-        while not self.late and not (self.done(self.whole) and self.done(self.killed)):
-            if self.done(self.whole):
+        while not self.late and not (self.done(self.unbroken) and self.done(self.killed)):
+            if self.done(self.unbroken):
                 self.kill()
             else:
                 self.watch()
-        return self.done(self.whole) and self.done(self.killed)
+        return self.done(self.unbroken) and self.done(self.killed)
 
 
 def leaves(directory: pathlib.Path) -> dict:
@@ -210,17 +210,17 @@ def least(looks: list[dict], begin: float, end: float) -> dict:
 
 
 def compare(soak: Soak) -> dict:
-    """What the two runs end with; raises AssertionError where they differ or something grew."""
+    """Compares how both runs end; raises AssertionError where they differ or something grew."""
     import jax
     import numpy as np
 
-    whole, killed = leaves(soak.whole), leaves(soak.killed)
-    same = jax.tree.map(np.array_equal, whole, killed)
+    unbroken, killed = leaves(soak.unbroken), leaves(soak.killed)
+    same = jax.tree.map(np.array_equal, unbroken, killed)
     assert all(jax.tree.leaves(same)), "the killed run ended with another state"
     steps = list(range(1, soak.steps + 1))
-    for directory in (soak.whole, soak.killed):
+    for directory in (soak.unbroken, soak.killed):
         assert [r["step"] for r in records(directory)] == steps, f"steps of {directory.name}"
-    looks = soak.seen["looks"]
+    looks = soak.record["looks"]
     # Not at the very end, where the reward processes are gone already.
     starts = [
         [x for x in looks if x["start"] == start and x["step"] < soak.steps * 0.98]
@@ -231,20 +231,20 @@ def compare(soak: Soak) -> dict:
     begin = last[0]["step"]
     early = least(last, begin + span / 5, begin + span / 2)
     late = least(last, begin + span * 0.7, begin + span)
-    found = {"early": early, "late": late, "arrays": len(jax.tree.leaves(whole))}
+    result = {"early": early, "late": late, "arrays": len(jax.tree.leaves(unbroken))}
     for name in ("threads", "files", "processes"):
-        assert found["late"][name] <= early[name] + 2, (name, found)
-    assert found["late"]["programs"] == early["programs"], found
-    assert found["late"]["memory_mb"] <= 1.1 * early["memory_mb"] + 20, found
-    return found
+        assert result["late"][name] <= early[name] + 2, (name, result)
+    assert result["late"]["programs"] == early["programs"], result
+    assert result["late"]["memory_mb"] <= 1.1 * early["memory_mb"] + 20, result
+    return result
 
 
-def report(soak: Soak, found: dict) -> str:
+def report(soak: Soak, result: dict) -> str:
     """The record of a whole soak of one mode, in Markdown."""
-    kills = soak.seen["kills"]
-    seconds = sum(r["seconds"] for r in records(soak.whole))
+    kills = soak.record["kills"]
+    seconds = sum(r["seconds"] for r in records(soak.unbroken))
     names = ("memory_mb", "threads", "files", "processes", "programs")
-    rows = [f"| {n} | {found['early'][n]} | {found['late'][n]} |" for n in names]
+    rows = [f"| {n} | {result['early'][n]} | {result['late'][n]} |" for n in names]
     return "\n".join(
         [
             f"## {soak.mode}",
@@ -252,11 +252,11 @@ def report(soak: Soak, found: dict) -> str:
             f"{soak.steps} steps"
             f" ({seconds / soak.steps * 1000:.1f} ms each), {len(kills)} SIGKILLs at random"
             f" moments, {sum(k['start'] for k in kills)} of them within {BOOT_SECONDS:.0f} s of a"
-            f" start. Every step is logged once, and all {found['arrays']} arrays of the last"
+            f" start. Every step is logged once, and all {result['arrays']} arrays of the last"
             " checkpoint equal those of a run that nobody killed, bit for bit.",
             "",
-            f"| run left alone, least | from step {found['early']['step']} | from step"
-            f" {found['late']['step']} |",
+            f"| run left alone, least | from step {result['early']['step']} | from step"
+            f" {result['late']['step']} |",
             "| --- | ---: | ---: |",
             *rows,
             "",
@@ -285,7 +285,7 @@ def main() -> int:
         soak = Soak(mode, arguments.dir / mode, arguments.steps, arguments.kills, until)
         if not soak.run():
             step = last_record(soak.killed).get("step", 0)
-            kills = len(soak.seen["kills"])
+            kills = len(soak.record["kills"])
             print(f"{mode}: {kills} kills, step {step}; the same command resumes")
             return 3
         text += "\n" + report(soak, compare(soak))

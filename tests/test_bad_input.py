@@ -1,4 +1,4 @@
-"""What is wrong with the input is said before device work: exit code 2, the thing, the remedy."""
+"""Errors of input, before device work: exit code 2, the value, the remedy."""
 
 import json
 import pathlib
@@ -98,14 +98,14 @@ def jrl(*arguments):
 PROGRAMS = {f"jit({n})" for n in ("make", "generate", "task_rollout", "step", "iterate")}
 
 
-def refused(overrides, *said, command="train"):
+def check_refused(overrides, *parts, command="train"):
     """One message with all of this in it, exit code 2, no program compiled, nothing written."""
     run = pathlib.Path(json.loads(overrides[-1].removeprefix("run.dir=")))
     before = (run.exists(), sorted(run.rglob("*")))
     with compilations() as compiled:
         result = jrl(command, *overrides)
     assert result.exit_code == 2, result.output
-    for part in said:
+    for part in parts:
         assert part in result.stderr
     assert result.stderr.startswith("jrl: error: ")
     assert "Traceback" not in result.output
@@ -203,8 +203,8 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_that_cannot_be(name, tmp_path):
-    changes, *said = SETTINGS[name]
-    refused(task(tmp_path, *changes), *said)
+    changes, *parts = SETTINGS[name]
+    check_refused(task(tmp_path, *changes), *parts)
 
 
 def test_a_file_that_is_no_configuration(tmp_path):
@@ -220,13 +220,13 @@ def test_a_file_that_is_no_configuration(tmp_path):
 
 def test_safetensors_missing(place):
     (place / "model" / "model.safetensors").unlink()
-    refused(text(place), f"{place / 'model'}", "has neither model.safetensors nor")
+    check_refused(text(place), f"{place / 'model'}", "has neither model.safetensors nor")
 
 
 def test_safetensors_truncated(place):
     path = place / "model" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    refused(text(place), f"{path}", "truncated or not a safetensors file")
+    check_refused(text(place), f"{path}", "truncated or not a safetensors file")
 
 
 def test_a_shard_missing(place):
@@ -234,22 +234,22 @@ def test_a_shard_missing(place):
     path.rename(path.with_name("model-00001-of-00002.safetensors"))
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-2.safetensors"}}
     (place / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
-    refused(text(place), "model-2.safetensors: no such file; the checkpoint is incomplete")
+    check_refused(text(place), "model-2.safetensors: no such file; the checkpoint is incomplete")
 
 
 def test_weights_and_config_disagree(place):
     path = place / "model" / "config.json"
     raw = json.loads(path.read_text())
     path.write_text(json.dumps(raw | {"intermediate_size": 24}))
-    refused(text(place), "has shape [16, 32], expected [16, 24]", "intermediate_size")
+    check_refused(text(place), "has shape [16, 32], expected [16, 24]", "intermediate_size")
     path.write_text(json.dumps(raw | {"num_hidden_layers": 2}))
-    refused(text(place), "missing tensors", "layers.1.")
+    check_refused(text(place), "missing tensors", "layers.1.")
     path.write_text(json.dumps(raw | {"model_type": "mamba", "architectures": ["Mamba"]}))
-    refused(text(place), "architectures", "Mamba", "Qwen3ForCausalLM")
+    check_refused(text(place), "architectures", "Mamba", "Qwen3ForCausalLM")
 
 
 def test_no_such_directory(place):
-    refused(text(place, "model.path=nowhere"), "nowhere")
+    check_refused(text(place, "model.path=nowhere"), "nowhere")
 
 
 def test_tokenizer_and_vocabulary_disagree(place):
@@ -257,18 +257,18 @@ def test_tokenizer_and_vocabulary_disagree(place):
     raw = json.loads(path.read_text())
     raw["model"]["vocab"] |= {f"<{i}>": i for i in range(29, 40)}
     path.write_text(json.dumps(raw))
-    refused(
+    check_refused(
         text(place), "the tokenizer has 40 ids but the model's vocabulary has only 32", "belongs to"
     )
 
 
 def test_tokenizer_missing(place):
     (place / "model" / "tokenizer.json").unlink()
-    refused(text(place), "tokenizer.json is missing", "save_pretrained")
+    check_refused(text(place), "tokenizer.json is missing", "save_pretrained")
 
 
 def test_no_chat_template(place):
-    refused(text(place, "data.template=chat"), "no chat template", "set data.template")
+    check_refused(text(place, "data.template=chat"), "no chat template", "set data.template")
 
 
 # ---------------------------------------------------------------- data
@@ -297,44 +297,48 @@ DATA = {
 @pytest.mark.parametrize("split", ["train", "eval"])
 @pytest.mark.parametrize("name", DATA)
 def test_data_that_cannot_be_used(name, split, place):
-    content, said = DATA[name]
+    content, message = DATA[name]
     (place / "broken.jsonl").write_text(content)
     changed = f"data.{split}={json.dumps(str(place / 'broken.jsonl'))}"
-    refused(text(place, changed), "broken.jsonl", said)
+    check_refused(text(place, changed), "broken.jsonl", message)
 
 
 def test_rows_that_cannot_be_used_may_be_left_out_and_counted(place):
     rows = [ROWS[0], {"question": "no answer?"}, ROWS[1]]
     write_rows(place / "data.jsonl", rows)
-    refused(text(place), "line 2: there is no field 'answer'", "data.invalid = 'skip'")
+    check_refused(text(place), "line 2: there is no field 'answer'", "data.invalid = 'skip'")
     run = build.setup(load_config(None, text(place, "data.invalid=skip")))
     assert [prompt.id for prompt in run.data.prompts["train"]] == [0, 2]
     assert "1 of 3 rows skipped" in str(run.data.counts["train"])
 
 
 def test_answers_that_the_pattern_does_not_find(place):
-    refused(text(place, "data.answer_pattern=#### (.+)"), "line 1: answer has no match", "####")
+    check_refused(
+        text(place, "data.answer_pattern=#### (.+)"), "line 1: answer has no match", "####"
+    )
 
 
 def test_solutions_that_are_not_there_or_not_wanted(place):
-    refused(
+    check_refused(
         text(place, "data.fields.solution=gold"), "data.fields.solution = 'gold' is not read by"
     )
-    wanted = text(place, "method=sft", "data.fields.solution=gold")
-    refused(wanted, "line 1: there is no field 'gold'; set data.fields.solution to one of question")
+    config = text(place, "method=sft", "data.fields.solution=gold")
+    check_refused(
+        config, "line 1: there is no field 'gold'; set data.fields.solution to one of question"
+    )
 
 
 def test_no_such_data(place):
-    refused(text(place, "data.train=none.jsonl"), "'none.jsonl': there is no such file")
+    check_refused(text(place, "data.train=none.jsonl"), "'none.jsonl': there is no such file")
     near = place / "dta.jsonl"
-    refused(text(place, f"data.train={near}"), "did you mean", "data.jsonl?")
-    refused(text(place, f"data.train={place}/nowhere/a.jsonl"), "nowhere, which is not there")
-    refused(text(place, "data.train=none.xlsx"), "'none.xlsx'; name a FILE.jsonl")
-    refused(text(place, "data.train="), "data.train and data.task are both missing")
+    check_refused(text(place, f"data.train={near}"), "did you mean", "data.jsonl?")
+    check_refused(text(place, f"data.train={place}/nowhere/a.jsonl"), "nowhere, which is not there")
+    check_refused(text(place, "data.train=none.xlsx"), "'none.xlsx'; name a FILE.jsonl")
+    check_refused(text(place, "data.train="), "data.train and data.task are both missing")
 
 
 def test_a_prompt_over_the_limit_is_named(place):
-    refused(
+    check_refused(
         text(place, "data.max_prompt_tokens=14"),
         *("data.jsonl, line 2: the prompt has 16 tokens", "data.max_prompt_tokens is 14"),
         "data.overlong to drop or truncate",
@@ -343,11 +347,13 @@ def test_a_prompt_over_the_limit_is_named(place):
 
 def test_no_prompt_left(place):
     limits = ("data.max_prompt_tokens=3", "data.overlong=drop")
-    refused(text(place, *limits), "all 3 prompts are longer", "the longest has 16", "raise it")
+    check_refused(
+        text(place, *limits), "all 3 prompts are longer", "the longest has 16", "raise it"
+    )
 
 
 def test_prompts_and_completions_beyond_the_model(place):
-    refused(text(place, "sampling.max_new_tokens=40"), "sampling.max_new_tokens", "48")
+    check_refused(text(place, "sampling.max_new_tokens=40"), "sampling.max_new_tokens", "48")
 
 
 @pytest.mark.parametrize("way", ["drop", "truncate"])
@@ -372,10 +378,14 @@ def user_reward(place, name="fails", **options):
 
 
 def test_rewards_that_are_not_there(place):
-    refused(text(place, "rewards={maht={}}"), "'maht'; did you mean 'math'", "FILE.py:function")
-    refused(text(place, user_reward(place, "fail")), "has no function 'fail'; did you mean 'fails'")
-    refused(text(place, user_reward(place / "x")), "there is no file ", "x/rewards.py")
-    refused(
+    check_refused(
+        text(place, "rewards={maht={}}"), "'maht'; did you mean 'math'", "FILE.py:function"
+    )
+    check_refused(
+        text(place, user_reward(place, "fail")), "has no function 'fail'; did you mean 'fails'"
+    )
+    check_refused(text(place, user_reward(place / "x")), "there is no file ", "x/rewards.py")
+    check_refused(
         text(place, user_reward(place, hwo="nan")),
         "hwo = 'nan'",
         "did you mean 'how'?",
@@ -383,7 +393,7 @@ def test_rewards_that_are_not_there(place):
     (place / "rewards.py").write_text("import nothing_of_the_kind\n")
     copy = shutil.copy(place / "rewards.py", place / "other.py")
     wrong = f"rewards={{{json.dumps(f'{copy}:f')}={{}}}}"
-    refused(text(place, wrong), "other.py, line 1: ModuleNotFoundError")
+    check_refused(text(place, wrong), "other.py, line 1: ModuleNotFoundError")
 
 
 FAILURES = {
@@ -401,8 +411,8 @@ def test_a_reward_that_fails_is_named_and_what_was_done_is_kept(how, place):
     changes = (user_reward(place, how=how), "checkpoint.every=1")
     result = jrl("train", *text(place, *changes))
     assert result.exit_code == 2, result.output
-    for said in FAILURES[how]:
-        assert said in result.stderr
+    for part in FAILURES[how]:
+        assert part in result.stderr
     assert "rewards.py:fails" in result.stderr
     assert 'fix the function, or set reward_pool.on_error = "zero"' in result.stderr
     assert "(prompt 2)" in result.stderr
@@ -423,38 +433,38 @@ def test_a_reward_that_fails_may_be_given_0_and_counted(place):
 
 
 def test_a_run_directory_that_holds_another_configuration(tmp_path):
-    whole = jrl("train", *task(tmp_path, "train.steps=1"))
-    assert whole.exit_code == 0, whole.output
-    kept = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
-    refused(
+    first = jrl("train", *task(tmp_path, "train.steps=1"))
+    assert first.exit_code == 0, first.output
+    files = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    check_refused(
         task(tmp_path, "train.steps=1", "seed=1", "optimizer.learning_rate=0.1"),
         *("holds a run with another configuration", "seed = 0 there, 1 now"),
         *("optimizer.learning_rate = 1e-06 there, 0.1 now", "name another directory"),
     )
-    refused(task(tmp_path, "train.steps=1", "run.resume=never"), "holds a run", "'never'")
-    assert kept == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    check_refused(task(tmp_path, "train.steps=1", "run.resume=never"), "holds a run", "'never'")
+    assert files == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     # The other commands take its settings from there and know its checkpoints.
     run = tmp_path / "run"
-    for command, *said in (
+    for command, *parts in (
         (("eval", run, "--checkpoint", 7), "no checkpoint of step 7", "there are 1"),
         (("convert", run, tmp_path / "out", "--checkpoint", 7), "no checkpoint of step 7"),
         (("sample", run, "--prompt", "hi there"), "prompts of data.task = 'sorting' have up to 6"),
     ):
         result = jrl(*command)
         assert result.exit_code == 2, result.output
-        assert all(part in result.stderr for part in said)
+        assert all(part in result.stderr for part in parts)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_run_directory_that_is_a_file(tmp_path):
     (tmp_path / "run").write_text("mine")
-    refused(task(tmp_path), "is a file; name a directory")
+    check_refused(task(tmp_path), "is a file; name a directory")
     assert (tmp_path / "run").read_text() == "mine"
 
 
 def test_a_mistake_leaves_the_directory_free_for_the_next_try(tmp_path):
     """Otherwise the corrected configuration would be refused as another one."""
-    refused(task(tmp_path, "mesh.tensor=4"), "kv_heads")
+    check_refused(task(tmp_path, "mesh.tensor=4"), "kv_heads")
     assert not (tmp_path / "run").exists()
     assert jrl("train", *task(tmp_path, "train.steps=0")).exit_code == 0
 

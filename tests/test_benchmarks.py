@@ -54,51 +54,51 @@ FIGURES = {
 @pytest.mark.slow
 def test_episodes_print_every_figure(capsys):
     episodes.main([*TINY, "--turns", "3"])
-    found = json.loads(capsys.readouterr().out)
-    assert 1 <= found["turns"] <= 3
-    drawn = 4 * found["turns"]
-    assert found["env_steps_s"] == pytest.approx(drawn / found["step_s"], rel=2e-3)
-    assert found["first_step_s"] > found["step_s"] > 0
+    figures = json.loads(capsys.readouterr().out)
+    assert 1 <= figures["turns"] <= 3
+    tokens = 4 * figures["turns"]
+    assert figures["env_steps_s"] == pytest.approx(tokens / figures["step_s"], rel=2e-3)
+    assert figures["first_step_s"] > figures["step_s"] > 0
 
 
 @pytest.mark.slow
 def test_rewards_are_timed_with_hostile_samples_and_without(capsys):
     sizes = ["--items", "2", "--rounds", "1", "--timeout", "1", "--latency", "0.01"]
     rewards.main(["--stages", "function", "judge", *sizes])
-    found = json.loads(capsys.readouterr().out)
+    figures = json.loads(capsys.readouterr().out)
     for how in ("at_once", "over_generation"):
-        function, judge = (found[stage][how] for stage in ("function", "judge"))
+        function, judge = (figures[stage][how] for stage in ("function", "judge"))
         assert function["counts"]["reward_timeouts"] == 1  # the first kind sleeps
         assert judge["counts"]["judge_timeouts"] + judge["counts"]["judge_retries"]
         for clock in ("wall_s", "processor_s"):
             for times in (function[clock], judge[clock]):
                 ratio = times["hostile"] / times["clean"]
                 assert times["ratio"] == pytest.approx(ratio, rel=5e-3)
-    seconds = found["function"]["generation_s"]
-    assert found["function"]["over_generation"]["wall_s"]["clean"] >= seconds * 0.99
+    seconds = figures["function"]["generation_s"]
+    assert figures["function"]["over_generation"]["wall_s"]["clean"] >= seconds * 0.99
 
 
 @pytest.mark.slow
 def test_host_episodes_print_both_loops(capsys):
     sizes = ["--slots", "2", "--turns", "3", "--turn-tokens", "3", "--answer-tokens", "2"]
     host_episodes.main([*TINY, *sizes, "--gen-len", "40", "--rounds", "1"])
-    found = json.loads(capsys.readouterr().out)
+    figures = json.loads(capsys.readouterr().out)
     for loop in ("free", "lockstep"):
-        assert 0 < found[loop]["live_with_waits"] <= found[loop]["live_slot_steps"] <= 1
-    (only,) = found["rounds"]
+        assert 0 < figures[loop]["live_with_waits"] <= figures[loop]["live_slot_steps"] <= 1
+    (only,) = figures["rounds"]
     assert only["equal_first_turns"] == 1
     assert only["free"]["tokens"] == only["lockstep"]["tokens"]
     once, pasts = only["tokens_once"], only["tokens_of_histories"]
     assert 0 < only["read_tokens"] - only["reread_tokens"] <= once
     assert once < pasts
-    assert found["speedup"] == pytest.approx(
+    assert figures["speedup"] == pytest.approx(
         only["free"]["tokens_s"] / only["lockstep"]["tokens_s"], rel=1e-2
     )
 
 
 def test_histories_count_every_token_once_and_every_past():
-    def segment(tokens, drawn):
-        return Segment(np.zeros(tokens, np.int32), drawn)
+    def segment(tokens, sampled):
+        return Segment(np.zeros(tokens, np.int32), sampled)
 
     parts = segment(3, True), segment(2, False), segment(4, True)
     opening = np.zeros(5, np.int32)
@@ -136,13 +136,13 @@ def test_distribution_measures_every_sampler(capsys):
     sampler_drift.main([*TINY[:-2], "--head-dim", "8"])
     result = json.loads(capsys.readouterr().out)
     assert result["trainer"] == "float32"
-    found = result["samplers"]
-    assert set(found) == {
+    samplers = result["samplers"]
+    assert set(samplers) == {
         *("float32", "bfloat16", "int8 weights", "int8 cache", "int8 weights and cache"),
         "float8 weights",
     }
-    assert found["float32"]["max_difference"] < 1e-5
-    for name, numbers in found.items():
+    assert samplers["float32"]["max_difference"] < 1e-5
+    for name, numbers in samplers.items():
         assert numbers["tokens"] == 2 * 2 * 4
         assert name == "float32" or 1e-5 < numbers["max_difference"] < 0.5
 
@@ -187,7 +187,7 @@ def small_pod(tmp_path):
 
 
 def small_plan(**changes):
-    """What the benchmark reads of a plan's JSON, of the small configuration on 4 chips."""
+    """The part of a plan's JSON that the benchmark reads, of the small configuration on 4 chips."""
     axes = dict.fromkeys(("data", "fsdp", "tensor", "context", "expert"), 1)
     programs = {
         name: {"roofline_seconds": seconds, "bytes_per_chip": size}
@@ -207,18 +207,18 @@ def test_a_pod_is_measured_beside_its_plan(small_pod, capsys):
     """The same programs as those of a run, on the mesh of the configuration; only two compile."""
     plan = small_pod.with_name("plan.json")
     plan.write_text(json.dumps(small_plan()))
-    given = ["--topology", "v5e:2x2", "--plan", str(plan), "--steps", "4"]
-    tpu.main([str(small_pod), "sampling.group=4", *given])
-    found = json.loads(capsys.readouterr().out)
-    measured, planned = found["measured"], found["predicted"]
-    assert (found["chips"], found["sampling_mesh"]["tensor"]) == (4, 2)
+    arguments = ["--topology", "v5e:2x2", "--plan", str(plan), "--steps", "4"]
+    tpu.main([str(small_pod), "sampling.group=4", *arguments])
+    figures = json.loads(capsys.readouterr().out)
+    measured, planned = figures["measured"], figures["predicted"]
+    assert (figures["chips"], figures["sampling_mesh"]["tensor"]) == (4, 2)
     parts = [measured[name] for name in ("resharding_s", "sampler_s", "train_s")]
     assert min(parts) > 0
     assert sum(parts) <= measured["step_s"] * 1.5  # medians of different steps
     assert measured["first_step_s"] > 2 * measured["step_s"]  # it compiles
     assert measured["tokens_s_chip"] == pytest.approx(4 * 4 * 4 / measured["step_s"] / 4, rel=1e-2)
     assert planned["tokens_s_chip"] == pytest.approx(4 * 4 * 4 / 7 / 4, rel=1e-3)
-    ratio = found["measured_over_predicted"]["step_s"]
+    ratio = figures["measured_over_predicted"]["step_s"]
     assert ratio == pytest.approx(measured["step_s"] / 7, rel=1e-2)
 
 
@@ -245,25 +245,25 @@ def test_predicted_figures_follow_from_a_plan_and_measured_ones_from_times(small
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"topology": "v5e:4x4"}, r"of topology v5e:4x4, and this run has v5e:2x2"),
         ({"mesh": {"fsdp": 2}}, r"of mesh .*2.*, and this run has .*'fsdp': 4"),
         ({"sampling_mesh": None}, r"of sampling\.mesh None, and this run has .*'tensor': 2"),
     ],
 )
-def test_a_plan_of_something_else_is_refused(small_pod, changes, said):
+def test_a_plan_of_something_else_is_refused(small_pod, changes, message):
     run = tpu.synthetic_run(load_config(small_pod))
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         tpu.predicted(small_plan(**changes), run, tpu.parse_topology("v5e:2x2"))
 
 
 def test_what_the_pod_benchmark_cannot_make_up_is_named(small_pod):
-    for change, said in (
+    for change, message in (
         ("data={task='sorting'}", "data.task = 'sorting'"),
         ("placement.staleness=1", "placement = "),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             tpu.synthetic_run(load_config(small_pod, [change]))
     with pytest.raises(SystemExit, match=r"v5e:4x4 has 16 chips, and mesh uses 4 devices"):
         tpu.main([str(small_pod), "--topology", "v5e:4x4"])
@@ -307,10 +307,12 @@ def test_runs_print_every_figure(capsys, checkout, monkeypatch):
     assert one["run_s_per_seed_over_one"] == 1
     assert two["run_s_per_seed"] == pytest.approx(two["run_s"] / 2, rel=1e-3)
     assert two["with_compile_s"] > two["compile_s"] > 0
-    apart = result["apart"]
-    assert (apart["processes"], apart["train_s"], apart["accuracy_after"]) == (2, 4.0, 0.5)
+    disjoint = result["apart"]
+    assert (disjoint["processes"], disjoint["train_s"], disjoint["accuracy_after"]) == (2, 4.0, 0.5)
     assert result["one_process"] == {"seeds": 4, "wall_s": 5.0, "wall_s_per_seed": 1.25}
-    assert result["apart_over_one_process"] == pytest.approx(apart["wall_s"] / 2 / 1.25, rel=1e-3)
+    assert result["apart_over_one_process"] == pytest.approx(
+        disjoint["wall_s"] / 2 / 1.25, rel=1e-3
+    )
     alone, *processes = started
     assert sorted(command[-2] for command in processes) == ["seed=0", "seed=1"]
     assert all({"train.mode=compiled", "train.steps=2", *SMALL_RUN} <= set(c) for c in processes)
@@ -346,7 +348,7 @@ def walked_flops(config, prompts, lengths):
     layer += 2 * 3 * c.embed_dim * c.mlp_dim
     head = 2 * c.embed_dim * c.vocab_size
     see = 4 * c.heads * c.head_dim
-    token = lambda seen: c.layers * (layer + see * seen)  # noqa: E731
+    token = lambda positions: c.layers * (layer + see * positions)  # noqa: E731
     prefill = decode = score = 0
     for p, row in zip(prompts, lengths, strict=True):
         prefill += sum(token(i + 1) for i in range(p - 1))
@@ -368,21 +370,23 @@ def test_useful_work_is_counted_token_by_token():
         mlp_dim=7,
         max_length=64,
     )
-    drawn = floor.Completions(np.array([5, 9]), np.array([[3, 1, 7], [2, 2, 8]]))
-    found = [f(config, drawn) for f in (floor.prefill_flops, floor.decode_flops, floor.score_flops)]
-    assert found == list(walked_flops(config, drawn.prompts, drawn.lengths))
+    completions = floor.Completions(np.array([5, 9]), np.array([[3, 1, 7], [2, 2, 8]]))
+    counts = [
+        f(config, completions) for f in (floor.prefill_flops, floor.decode_flops, floor.score_flops)
+    ]
+    assert counts == list(walked_flops(config, completions.prompts, completions.lengths))
 
 
 def test_decoding_reads_a_shared_prompt_once_a_step():
     sizes = {"vocab_size": 11, "embed_dim": 10, "heads": 4, "kv_heads": 2, "head_dim": 6}
     config = ModelConfig(**sizes, layers=3, mlp_dim=7, max_length=64)
     entry = 2 * 3 * 2 * 6 * 4  # keys and values, layers, heads, size, bytes
-    drawn = floor.Completions(np.array([5]), np.array([[3, 1]]))
-    own = 0 + 1 + 2  # what the longer row has of its own at each of its steps; the other nothing
-    assert floor.decode_bytes(config, drawn, 1000) == 3 * 1000 + entry * (own + 3 * 5)
+    completions = floor.Completions(np.array([5]), np.array([[3, 1]]))
+    entries = 0 + 1 + 2  # own entries of the longer row at each of its steps; the other has none
+    assert floor.decode_bytes(config, completions, 1000) == 3 * 1000 + entry * (entries + 3 * 5)
 
 
-def drawn_rollout(tokens, lengths, stop):
+def sampled_rollout(tokens, lengths, stop):
     """A rollout on the host: one prompt, tokens [G, T]."""
     tokens, lengths = np.array(tokens, np.int32)[None], np.array(lengths, np.int32)[None]
     mask = np.arange(tokens.shape[-1])[None, None] < lengths[:, :, None]
@@ -402,8 +406,8 @@ def drawn_rollout(tokens, lengths, stop):
 def test_the_token_that_ends_a_completion_is_neither_judged_nor_trained_on():
     end, limit = int(StopReason.STOP_TOKEN), int(StopReason.LENGTH)
     tokens = [[4, 5, 6, flags.EOS], [flags.EOS, 0, 0, 0], [3, 3, 8, flags.EOS]]
-    drawn = drawn_rollout(tokens, [4, 1, 4], [end, end, limit])
-    left = work.without_stop(drawn).check()
+    rollout = sampled_rollout(tokens, [4, 1, 4], [end, end, limit])
+    left = work.without_stop(rollout).check()
     assert left.mask.sum(-1).tolist() == [[3, 0, 4]]
     assert ((left.versions >= 0) == left.mask).all()
     assert ((left.sampler_logprobs != 0) == left.mask).all()
@@ -432,12 +436,12 @@ def test_a_record_leaves_the_first_steps_out(capsys):
         record.drew([4, 2])
         record.compiled(seconds > 8)
         record.end()
-    found = record.summary()
-    assert 0 < found["first_step_cpu_s"] <= processor_seconds()
-    assert found["rollout_s"] == 2.0
-    assert found["rollout_tok_s"] == 3.0
-    assert found["slot_use"] == 0.75
-    assert (found["compiles"], found["late_compiles"]) == (1, 0)
+    summary = record.summary()
+    assert 0 < summary["first_step_cpu_s"] <= processor_seconds()
+    assert summary["rollout_s"] == 2.0
+    assert summary["rollout_tok_s"] == 3.0
+    assert summary["slot_use"] == 0.75
+    assert (summary["compiles"], summary["late_compiles"]) == (1, 0)
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert [line["row"] for line in lines] == [f"step {i}" for i in range(1, 6)]
     assert lines[3]["rollout_s"] == 3.0
@@ -462,15 +466,15 @@ def test_a_peer_that_fails_costs_no_figures(monkeypatch, capsys, tmp_path):
 
     def run(command, flags, platform):
         calls.append((command[-1], flags, platform))
-        own = "-m" in command
-        return {"step_s": 2.0, "args": {}} if own else {"failed": "out of memory"}
+        is_jrl = "-m" in command
+        return {"step_s": 2.0, "args": {}} if is_jrl else {"failed": "out of memory"}
 
     monkeypatch.setattr(peers, "run", run)
-    given = ["--peer", "trl", "--python", "python", "--rounds", "1", "--steps", "3"]
+    arguments = ["--peer", "trl", "--python", "python", "--rounds", "1", "--steps", "3"]
     with pytest.raises(SystemExit, match="out of memory"):
-        peers.main([*given, "--platform", "gpu", "--peer-micro", "1", "--json", str(path)])
-    own, other = calls
-    assert own == ("benchmarks.step", ["--steps", "3", "--gemm", "0"], "gpu")
+        peers.main([*arguments, "--platform", "gpu", "--peer-micro", "1", "--json", str(path)])
+    ours, other = calls
+    assert ours == ("benchmarks.step", ["--steps", "3", "--gemm", "0"], "gpu")
     assert other[1:] == (["--steps", "3", "--micro", "1"], "gpu")
     printed = capsys.readouterr()
     (pair,) = json.loads(path.read_text())["rounds"]
@@ -503,8 +507,8 @@ def test_the_platform_of_the_flags_is_jaxs(monkeypatch):
     platforms = []
     monkeypatch.setattr(jax.config, "update", lambda name, value: platforms.append((name, value)))
     monkeypatch.setattr(work, "return_compiler_memory", lambda: None)
-    for given in ([], ["--platform", "cpu"], ["--platform", "gpu"]):
-        work.place(work.parser("").parse_args(given))
+    for arguments in ([], ["--platform", "cpu"], ["--platform", "gpu"]):
+        work.place(work.parser("").parse_args(arguments))
     assert platforms == [("jax_platforms", "cpu"), ("jax_platforms", "cuda,cpu")]
 
 
@@ -549,7 +553,7 @@ def test_a_wrong_flag_is_named_before_anything_runs(checkout):
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         (["--micro", "3"], "--micro 3 does not divide --batch 4; choose 0 or one of [1, 2, 4]"),
         (["--micro", "8"], "--micro 8 does not divide --batch 4"),
@@ -557,12 +561,12 @@ def test_a_wrong_flag_is_named_before_anything_runs(checkout):
         (["--prompt-len", "1"], "--prompt-len 1: at least 2"),
     ],
 )
-def test_flags_that_no_setting_has_are_named(flags, says, monkeypatch, capsys):
+def test_flags_that_no_setting_has_are_named(flags, message, monkeypatch, capsys):
     monkeypatch.setattr(work, "place", lambda args: None)  # the process is ready
     with pytest.raises(SystemExit) as stopped:
         step.main(flags)
     assert stopped.value.code == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_setting_that_cannot_be_is_an_error_of_the_flags(monkeypatch, capsys):
@@ -570,6 +574,6 @@ def test_a_setting_that_cannot_be_is_an_error_of_the_flags(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stopped:
         step.main(["--layers", "1", "--dim", "64", "--ffn", "64", "--vocab", "64", "--tp", "4"])
     assert stopped.value.code == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert "'kv_heads' of size 2" in said
-    assert "tensor=4" in said
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "'kv_heads' of size 2" in error
+    assert "tensor=4" in error

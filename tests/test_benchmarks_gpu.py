@@ -55,8 +55,8 @@ def test_gpu_runs_on_a_cpu_and_writes_rows_as_they_come(capsys, monkeypatch, tmp
     assert (sampling["batch"], sampling["new"], sampling["group"]) == (4, 16, 2)
     assert (sampling["decode_s"], sampling["tok_s"]) == (2, 4 * 16 / 2)
     assert sampling["token_step_ms"] == 2 / 16 * 1e3
-    copied = rows["rate"][1]["copy_gb_s"] * 1e9
-    fraction = sampling["decode_bytes_s"] / copied
+    copy_bytes_s = rows["rate"][1]["copy_gb_s"] * 1e9
+    fraction = sampling["decode_bytes_s"] / copy_bytes_s
     assert sampling["decode_fraction"] == pytest.approx(fraction, rel=2e-3)
     assert min(sampling["compile_s"], sampling["lower_s"], sampling["setup_s"]) > 0
     assert (sampling["int8"], sampling["float8"]) == (["cache", "weights"], [])
@@ -86,12 +86,12 @@ def test_out_of_memory_is_a_row_and_other_errors_are_not():
     def exhausted():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 1 GiB\nmore")
 
-    def broken():
+    def failing():
         raise jax.errors.JaxRuntimeError("INTERNAL: no")
 
     assert gpu_programs.attempt(exhausted).row == {"does_not_fit": "RESOURCE_EXHAUSTED: 1 GiB"}
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        gpu_programs.attempt(broken)
+        gpu_programs.attempt(failing)
 
 
 def test_what_does_not_fit_is_known_before_it_runs():
@@ -212,14 +212,14 @@ def test_8_bits_are_read_as_such(capsys):
     args = gpu.parser().parse_args(["--int8", "cache", "--float8", "weights"])
     float8 = gpu_sampling.sampling_network(config, args)
     assert size(float8) == size(short)
-    made = jax.eval_shape(lambda key: float8.prepare(float8.init(key)), jax.random.key(0))
-    assert made["head"].values.dtype == "float8_e4m3fn"
+    weights = jax.eval_shape(lambda key: float8.prepare(float8.init(key)), jax.random.key(0))
+    assert weights["head"].values.dtype == "float8_e4m3fn"
     with pytest.raises(SystemExit):
         gpu.main(["--int8", "weights", "--float8", "weights"])
     assert "both name weights" in capsys.readouterr().err
-    drawn = floor.Completions(np.array([5]), np.array([[3, 1]]))
-    read = floor.decode_bytes(config, drawn, 0, config.head_dim + 4)
-    assert read / floor.decode_bytes(config, drawn, 0) == (128 + 4) / 256
+    completions = floor.Completions(np.array([5]), np.array([[3, 1]]))
+    read = floor.decode_bytes(config, completions, 0, config.head_dim + 4)
+    assert read / floor.decode_bytes(config, completions, 0) == (128 + 4) / 256
 
 
 # ---------------------------------------------------------------- profiles
@@ -247,8 +247,8 @@ def profile_of(*events):
         for i, begin, took in events
     )
     data = jax.profiler.ProfileData.from_text_proto(TRACE % text)
-    listed = kernels.device_events(data)
-    return kernels.Profile(listed, kernels.span(listed) / 1e9)
+    device_events = kernels.device_events(data)
+    return kernels.Profile(device_events, kernels.span(device_events) / 1e9)
 
 
 def test_figures_of_a_token_step_are_those_of_the_loop():
@@ -257,8 +257,8 @@ def test_figures_of_a_token_step_are_those_of_the_loop():
     step = [(2, 0, 10), (2, 10, 10), (3, 20, 5), (4, 25, 1)]
     loop = [(i, begin + at, took) for at in (100, 140) for i, begin, took in step]
     loop.append((3, 179, 1))
-    whole, before = profile_of(*prefill, *loop), profile_of(*prefill)
-    figures = kernels.step_figures(whole, [before], 2, 70e-6)
+    profile, before = profile_of(*prefill, *loop), profile_of(*prefill)
+    figures = kernels.step_figures(profile, [before], 2, 70e-6)
     assert figures == {
         "kernels_a_step": 3.5,
         "copies_to_host_a_step": 1,
@@ -266,7 +266,7 @@ def test_figures_of_a_token_step_are_those_of_the_loop():
         "idle_share": pytest.approx(1 - 53 / 70),
         "profiled_idle_share": pytest.approx(1 - 53 / 80),
     }
-    first, second, *_ = kernels.largest(whole, 2, most=3)
+    first, second, *_ = kernels.largest(profile, 2, most=3)
     assert (first["kernel"], first["count"], first["mean_us"]) == ("prefill_gemm", 2, 50)
     assert (second["kernel"], second["a_step"], second["total_ms"]) == ("layer", 2, 0.04)
     assert "layer" in kernels.as_text([first, second])
@@ -287,13 +287,15 @@ def test_a_profile_with_missing_events_has_a_note():
 
 
 def test_a_profiler_that_fails_costs_no_row(capsys):
-    def broken():
+    def failing_profile():
         raise RuntimeError("no rights")
 
     record = Record("", lambda record: "")
     record.add({"kind": "sampling"})
     args = gpu.parser().parse_args([])
-    gpu.add_profile(record, {"kind": "sampling", "shape": "tiny"}, Measured({}, broken), args)
+    gpu.add_profile(
+        record, {"kind": "sampling", "shape": "tiny"}, Measured({}, failing_profile), args
+    )
     (row,) = gpu_table.merged(record.rows)
     assert row["profile_error"] == "RuntimeError: no rights"
 

@@ -1,4 +1,4 @@
-"""What users of other libraries complain about most, and which tests hold that it is not so here.
+"""Frequent complaints about other libraries, and the tests that exclude them here.
 
 A row names a complaint of the public issue trackers of trl, verl, open-r1, tunix, marin and others;
 its tests must exist. ``OPEN`` says what of a row no test holds yet.
@@ -200,9 +200,9 @@ def test_the_tests_of_a_row_exist(row):
     for name in ROWS[row]:
         file, _, function = name.partition("::")
         tree = ast.parse((TESTS / file).read_text())
-        found = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
-        assert function in found, name
-        assert checks_something(found[function], found), name
+        functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
+        assert function in functions, name
+        assert checks_something(functions[function], functions), name
 
 
 def checks_something(function, others, depth=2):
@@ -243,12 +243,14 @@ def test_what_is_installed_is_within_the_bounds_that_are_declared(checkout):
     for line in lines:
         needed = requirements.Requirement(line)
         try:
-            there = importlib.metadata.version(needed.name)
+            installed = importlib.metadata.version(needed.name)
         except importlib.metadata.PackageNotFoundError:
             assert line not in core, f"{line} is not installed"
             continue
         checked += 1
-        assert needed.specifier.contains(there, prereleases=True), f"{line}: {there} is installed"
+        assert needed.specifier.contains(installed, prereleases=True), (
+            f"{line}: {installed} is installed"
+        )
     assert checked > len(core)
 
 
@@ -294,9 +296,9 @@ def test_what_is_trained_is_what_was_sampled_token_for_token():
     for name in ("prompt_tokens", "tokens", "lengths", "mask"):
         np.testing.assert_array_equal(getattr(batch, name), getattr(rollout, name))
     np.testing.assert_array_equal(batch.stats["sampler_logprobs"], rollout.sampler_logprobs)
-    seen = [(s.tokens.tolist(), s.completion) for s in pool.samples]
+    samples = [(s.tokens.tolist(), s.completion) for s in pool.samples]
     rows = zip(rollout.tokens.reshape(-1, t), lengths.reshape(-1), strict=True)
-    assert seen == [(row[:k].tolist(), "?" * k) for row, k in rows]
+    assert samples == [(row[:k].tolist(), "?" * k) for row, k in rows]
 
 
 # ---------------------------------------------------------------- a small policy
@@ -347,25 +349,25 @@ def test_the_stop_token_is_trained_even_where_it_is_the_padding(sample, params):
     """Row 10: what is live follows from lengths, never from ids."""
     batch = sample(0, params)
     tokens, lengths, mask = (np.asarray(x) for x in (batch.tokens, batch.lengths, batch.mask))
-    ended = ~np.asarray(batch.truncated)
-    assert ended.sum() >= 2
+    at_stop = ~np.asarray(batch.truncated)
+    assert at_stop.sum() >= 2
     np.testing.assert_array_equal(mask, np.arange(T) < lengths[:, :, None])
     last = np.take_along_axis(tokens, lengths[:, :, None] - 1, 2)[:, :, 0]
-    assert (last[ended] == STOP).all()
+    assert (last[at_stop] == STOP).all()
     assert (tokens[~mask] == PAD).any()
     step, begin = stepper(optax.sgd(1.0))
     step = jit(step)
 
-    def moved(batch):
+    def change_of(batch):
         after, _ = step(begin(params), batch, make_sampling_params())
         return jax.tree.leaves(jax.tree.map(np.subtract, params, after.params["policy"]))
 
-    without = mask & ~((np.arange(T) == lengths[:, :, None] - 1) & ended[:, :, None])
+    without = mask & ~((np.arange(T) == lengths[:, :, None] - 1) & at_stop[:, :, None])
     elsewhere = batch.replace(tokens=np.where(mask, tokens, 7))
-    whole = moved(batch)
-    cut = moved(batch.replace(mask=without))
-    assert any(np.abs(a - b).max() > 1e-4 for a, b in zip(whole, cut, strict=True))
-    for a, b in zip(whole, moved(elsewhere), strict=True):  # what pads does not matter
+    movement = change_of(batch)
+    without_stop = change_of(batch.replace(mask=without))
+    assert any(np.abs(a - b).max() > 1e-4 for a, b in zip(movement, without_stop, strict=True))
+    for a, b in zip(movement, change_of(elsewhere), strict=True):  # what pads does not matter
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
@@ -412,10 +414,18 @@ def test_logits_of_prompts_are_never_computed():
     prompts, lengths = np.ones((n, p), np.int32), np.full(n, p, np.int32)
     draw = partial(generate, network=network, group=g, max_new_tokens=t, stop_tokens=(STOP,))
     ids = np.arange(n, dtype=np.int32)
-    given = (jax.random.key(1), params, prompts, lengths, make_sampling_params(), jnp.int32(0), ids)
-    sampled = jax.make_jaxpr(draw)(*given)
+    arguments = (
+        jax.random.key(1),
+        params,
+        prompts,
+        lengths,
+        make_sampling_params(),
+        jnp.int32(0),
+        ids,
+    )
+    sampled = jax.make_jaxpr(draw)(*arguments)
     assert positions_with_logits(sampled, config) <= n * g  # one position of each row
-    rollout, _ = jax.eval_shape(draw, *given)
+    rollout, _ = jax.eval_shape(draw, *arguments)
     rollout = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), rollout)
     batch = to_batch(rollout, np.zeros((n, g, 1), np.float32), np.ones(1, np.float32))
     common = {"network": network, "objective": get_method("grpo").objective}
@@ -425,10 +435,10 @@ def test_logits_of_prompts_are_never_computed():
     )
     trained = jax.make_jaxpr(step)(state, batch, make_sampling_params())
     assert n * g <= positions_with_logits(trained, config) <= n * g * t
-    whole = jax.make_jaxpr(lambda w, x: network.logits(w, x))(
+    jaxpr = jax.make_jaxpr(lambda w, x: network.logits(w, x))(
         params, jnp.zeros((n * g, p + t, config.embed_dim))
     )
-    assert positions_with_logits(whole, config) == n * g * (p + t)  # what the measure sees
+    assert positions_with_logits(jaxpr, config) == n * g * (p + t)  # what the measure sees
 
 
 @pytest.mark.slow
@@ -460,10 +470,12 @@ def torch_loss(model, batch, advantages):
         prompt = np.asarray(batch.prompt_tokens)[i, : int(batch.prompt_lengths[i])]
         for j in range(G):
             n = int(batch.lengths[i, j])
-            drawn = np.asarray(batch.tokens)[i, j, :n]
-            tokens = torch.tensor(np.concatenate([prompt, drawn]), dtype=torch.long)
+            completion = np.asarray(batch.tokens)[i, j, :n]
+            tokens = torch.tensor(np.concatenate([prompt, completion]), dtype=torch.long)
             logits = model(tokens[None]).logits[0, len(prompt) - 1 : -1]
-            logprobs = torch.log_softmax(logits, -1)[torch.arange(n), torch.tensor(drawn).long()]
+            logprobs = torch.log_softmax(logits, -1)[
+                torch.arange(n), torch.tensor(completion).long()
+            ]
             ratio = torch.exp(logprobs - logprobs.detach())
             total = total - advantages[i, j] * ratio.mean()
     return total / (N * G)

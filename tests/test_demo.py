@@ -1,4 +1,4 @@
-"""What the README promises of the demo: minutes long, so run it with ``pytest -m slow``.
+"""The README's promises about the demo: minutes long, so run it with ``pytest -m slow``.
 
 The runs are those of a user: optimised programs, in a process without the tests' flags, with which
 programs compile sooner and run several times as long.

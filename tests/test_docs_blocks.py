@@ -109,8 +109,8 @@ def fenced(page):
 def indented(page):
     """Blocks without their indentation."""
     text = FENCED.sub("", page.read_text())
-    found = INDENTED.findall(text)
-    return [re.sub(r"^    ", "", b, flags=re.MULTILINE).lstrip("\n") for b in found]
+    blocks = INDENTED.findall(text)
+    return [re.sub(r"^    ", "", b, flags=re.MULTILINE).lstrip("\n") for b in blocks]
 
 
 def commands(block):
@@ -145,8 +145,8 @@ INLINE = [  # in the text
 def examples():
     """The example at the end of each command's help."""
     for name, command in get_command(app).commands.items():
-        _, found, example = (command.help or "").partition("Example: ")
-        assert found, f"jrl {name} has no example"
+        _, separator, example = (command.help or "").partition("Example: ")
+        assert separator, f"jrl {name} has no example"
         yield pytest.param(shlex.split(example), id=f"--help: {' '.join(example.split())}")
 
 
@@ -219,8 +219,8 @@ def check_pip(words):
     extras = project["optional-dependencies"]
     names = [word for word in words[1:] if not word.startswith(("-", "https:"))]
     for name in names:
-        if found := re.fullmatch(r"\.(?:\[([\w,]+)\])?", name):
-            assert set((found[1] or "").split(",")) - {""} <= set(extras)
+        if match := re.fullmatch(r"\.(?:\[([\w,]+)\])?", name):
+            assert set((match[1] or "").split(",")) - {""} <= set(extras)
         else:
             assert re.split("[=<>]", name)[0] not in ("jrl", "jrl-lm")
 
@@ -247,13 +247,13 @@ def test_tables_are_configurations(block):
 
 
 def test_every_block_of_python_has_a_test_that_runs_it():
-    found, languages = {}, set()
+    blocks, languages = {}, set()
     for page in PAGES:
         for language, code in fenced(page):
             languages.add(language)
-            found.setdefault(name_of(page), []).append(code.partition("\n")[0])
+            blocks.setdefault(name_of(page), []).append(code.partition("\n")[0])
     assert languages == {"python"}
-    assert {page: list(tests) for page, tests in PYTHON.items()} == found
+    assert {page: list(tests) for page, tests in PYTHON.items()} == blocks
     for tests in PYTHON.values():
         for test in tests.values():
             file, _, name = test.partition("::")
@@ -288,22 +288,22 @@ def test_what_a_block_prints_is_what_it_says(page, count, capsys):
     codes = [code for _, code in fenced(ROOT / "docs" / page) if not code.startswith(elsewhere)]
     (code,) = (code for code in codes if "\nprint(" in code)
     exec(compile(code, page, "exec"), {})
-    said = [line.rpartition("# ")[2] for line in code.splitlines() if line.startswith("print(")]
-    assert capsys.readouterr().out.splitlines() == said
-    assert len(said) == count
+    expected = [line.rpartition("# ")[2] for line in code.splitlines() if line.startswith("print(")]
+    assert capsys.readouterr().out.splitlines() == expected
+    assert len(expected) == count
 
 
 def test_the_agent_of_the_recipes_learns_from_its_notes():
     """A model that is right now and then, and always once it has noted why."""
     codes = [code for _, code in fenced(ROOT / "docs" / "recipes.md")]
     (code,) = (code for code in codes if code.startswith("# experience.py"))
-    made = {}
-    exec(compile(code, "experience.py", "exec"), made)
-    asked, tries = [], itertools.count()
+    namespace = {}
+    exec(compile(code, "experience.py", "exec"), namespace)
+    first_words, tries = [], itertools.count()
 
     def speak(messages):
         text = messages[0]["content"]
-        asked.append(text.split()[0])
+        first_words.append(text.split()[0])
         if text.startswith("Say in"):
             return "It carries." if "42" in text else "It forgets to carry."
         if text.startswith("Attempts"):
@@ -316,16 +316,16 @@ def test_the_agent_of_the_recipes_learns_from_its_notes():
         return float(attempt == answer)
 
     problems = [("What is 14 + 28?", "42")]
-    assert made["learn"](speak, problems, judge, group=4, epochs=3) == {0: "Carry the one."}
+    assert namespace["learn"](speak, problems, judge, group=4, epochs=3) == {0: "Carry the one."}
     # Four attempts, their summaries and one edit; then groups that say nothing.
-    assert asked == ["What"] * 4 + ["Say"] * 4 + ["Attempts"] + ["What"] * 8
-    edited = made["edited"]
+    assert first_words == ["What"] * 4 + ["Say"] * 4 + ["Attempts"] + ["What"] * 8
+    edit_notes = namespace["edited"]
     notes = {0: "a", 2: "b"}
     edits = [{"do": "modify", "id": 0, "text": "c"}, {"do": "delete", "id": 2}]
-    assert edited(notes, json.dumps(edits)) == {0: "c"}
-    assert edited(notes, json.dumps([{"do": "add", "text": "d"}])) == {**notes, 3: "d"}
+    assert edit_notes(notes, json.dumps(edits)) == {0: "c"}
+    assert edit_notes(notes, json.dumps([{"do": "add", "text": "d"}])) == {**notes, 3: "d"}
     for nonsense in ("no list", "[1]", '[{"do": "add"}]', "[] and ["):
-        assert edited(notes, nonsense) == notes
+        assert edit_notes(notes, nonsense) == notes
     assert notes == {0: "a", 2: "b"}
 
 
@@ -333,9 +333,9 @@ def test_the_environment_of_the_guide_is_one():
     ((_, code),) = fenced(ROOT / "configs" / "README.md")
     namespace = {}
     exec(compile(code, "my_env.py", "exec"), namespace)
-    made = namespace["make"](difficulty=3)
-    assert isinstance(made, HostEnv)
-    assert made.limits.turns == 5
+    env = namespace["make"](difficulty=3)
+    assert isinstance(env, HostEnv)
+    assert env.limits.turns == 5
 
 
 def test_the_method_of_the_guide_is_the_library_s():

@@ -97,9 +97,9 @@ GAMES = re.compile(r"env=\"(pgx|navix|jumanji|gymnax)\"")
 
 def needs_of(block):
     """Marks of the libraries of games that a block plays, whose own warnings are none of ours."""
-    named = GAMES.findall(block)
-    own = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-    return [pytest.mark.extra("games", *sorted(set(named))), own] if named else []
+    games = GAMES.findall(block)
+    filters = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+    return [pytest.mark.extra("games", *sorted(set(games))), filters] if games else []
 
 
 BLOCKS = [
@@ -158,10 +158,10 @@ def small(words):
 
 
 def sizes(words):
-    named = re.fullmatch(r"configs/([\w/]+)\.toml", words[0])
-    name = named[1] if named else ""
-    own = any(word.startswith(("model.", "[model")) for word in words)
-    with_sizes = name in WITH_SIZES and not own
+    path_match = re.fullmatch(r"configs/([\w/]+)\.toml", words[0])
+    name = path_match[1] if path_match else ""
+    sets_model = any(word.startswith(("model.", "[model")) for word in words)
+    with_sizes = name in WITH_SIZES and not sets_model
     return SMALL[name] + [SIZES] * with_sizes
 
 
@@ -169,8 +169,8 @@ def run(words):
     theirs = GAMES.search(" ".join(words))  # these libraries add arrays of unlike rank
     with jax.numpy_rank_promotion("allow") if theirs else contextlib.nullcontext():
         result = CliRunner().invoke(app, words)
-    shown = "\n".join([" ".join(words), result.output])
-    assert result.exit_code == 0, (shown, result.exception)
+    log = "\n".join([" ".join(words), result.output])
+    assert result.exit_code == 0, (log, result.exception)
     return result.output
 
 
@@ -181,8 +181,8 @@ def run(words):
 )
 def test_every_command_of_a_block_runs(page, block, place):
     for _, code in fenced(page):
-        if named := re.match(r"# (\w+\.py)\n", code):
-            (place / named[1]).write_text(code)
+        if file_name := re.match(r"# (\w+\.py)\n", code):
+            (place / file_name[1]).write_text(code)
     for words in filter(is_command, commands(block)):
         if left(words):
             continue
@@ -194,8 +194,8 @@ def test_every_command_of_a_block_runs(page, block, place):
             if words[1].startswith("runs/"):  # resumed: as long as it was
                 assert "training finished" in run(words)
                 continue
-            said = run(small(words))
-            assert "training finished" in said or words[0] == "compare", said
+            output = run(small(words))
+            assert "training finished" in output or words[0] == "compare", output
         elif words[0] == "convert":
             source, target = ("RUN", "converted") if words[1] == "RUN" else words[1:]
             run(["convert", source, target])
@@ -203,8 +203,8 @@ def test_every_command_of_a_block_runs(page, block, place):
         else:
             run([*words, *["eval.problems=2"] * (words[0] == "eval")])
             if "--out" in words:
-                (found,) = place.glob("*/siblings.jsonl")
-                found.write_text(found.read_text() or lines(SIBLINGS))
+                (path,) = place.glob("*/siblings.jsonl")
+                path.write_text(path.read_text() or lines(SIBLINGS))
 
 
 LAUNCHES = [
@@ -220,8 +220,8 @@ LAUNCHES = [
 def test_what_launch_lines_start_is_complete(words):
     script, at = words[0].rpartition("/")[2], words.index("--")
     line = [ROOT / "tpu_scripts" / script, *words[1:at], "--dry-run", *words[at:]]
-    told = subprocess.run(line, capture_output=True, text=True, check=True).stdout
-    assert all(word in told for word in words[at + 1 :])
+    commands = subprocess.run(line, capture_output=True, text=True, check=True).stdout
+    assert all(word in commands for word in words[at + 1 :])
     config = load_config(ROOT / words[at + 1], words[at + 2 :])
     assert config.model.config is None
     assert None not in (config.model.path, config.data.train, config.run.dir)
@@ -231,15 +231,15 @@ def test_what_launch_lines_start_is_complete(words):
 @pytest.mark.parametrize("words", LAUNCHES[:1])
 def test_a_launch_line_trains_a_small_model_on_small_data(words, place):
     ours = {"model.path": "DIR", "data.train": "train.jsonl", "run.dir": "RUN"}
-    named = [word.partition("=") for word in words[words.index("--") + 1 :]]
-    given = [f"{key}={ours.get(key, value)}" if eq else key for key, eq, value in named]
+    pairs = [word.partition("=") for word in words[words.index("--") + 1 :]]
+    overrides = [f"{key}={ours.get(key, value)}" if eq else key for key, eq, value in pairs]
     here = ["sampling.mesh=", "sampling.max_new_tokens=8", "model.dtype=float32"]
-    assert "training finished" in run(["train", *given, *ALWAYS, *here])
+    assert "training finished" in run(["train", *overrides, *ALWAYS, *here])
 
 
 def test_what_is_left_out_is_tested_elsewhere():
-    named = [" ".join(["jrl", *words[1:]]) for p in BLOCKS for words in commands(p.values[1])]
+    lines = [" ".join(["jrl", *words[1:]]) for p in BLOCKS for words in commands(p.values[1])]
     for start, where in LEFT.items():
-        assert any(line.startswith(start) for line in named), start
+        assert any(line.startswith(start) for line in lines), start
         assert (ROOT / "tests" / where.removeprefix("test: ")).is_file()
     assert len(BLOCKS) > 25

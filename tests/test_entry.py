@@ -68,7 +68,7 @@ def in_trl_form(completions, a, **columns):
 def test_rows_a_reward_and_a_model_of_the_hub(model, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     add(tmp_path / "hub", "org/tiny", "model", model)
-    records, said = [], []
+    records, lines = [], []
     result = jrl.fit(
         ROWS,
         digits,
@@ -76,7 +76,7 @@ def test_rows_a_reward_and_a_model_of_the_hub(model, monkeypatch, tmp_path):
         eval_rows=ROWS[:2],
         config=QUICK,
         on_step=records.append,
-        echo=said.append,
+        echo=lines.append,
         seed=3,
         log__samples_every=1,
     )
@@ -86,7 +86,7 @@ def test_rows_a_reward_and_a_model_of_the_hub(model, monkeypatch, tmp_path):
     assert "accuracy_after" in result.summary
     assert result.config.seed == 3
     assert result.config.model.path == f"org/tiny@{COMMITS['first']}"
-    assert any("reward = digits (digits: The fraction of a completion" in x for x in said)
+    assert any("reward = digits (digits: The fraction of a completion" in x for x in lines)
     assert set(result.policy) == set(result.state.params["policy"])
     (first, _second) = result.sample("1+1?")
     assert first["prompt"] == "1+1?"
@@ -95,9 +95,11 @@ def test_rows_a_reward_and_a_model_of_the_hub(model, monkeypatch, tmp_path):
     # The saved configuration has the commit, so the directory means the same later; other commands
     # say that the rows were values.
     assert COMMITS["first"] in (result.dir / "config.toml").read_text()
-    refused = CliRunner().invoke(app, ["eval", str(result.dir)])
-    assert refused.exit_code == 2
-    assert "'python:digits' was passed to the run in Python and is not known here" in refused.stderr
+    evaluated = CliRunner().invoke(app, ["eval", str(result.dir)])
+    assert evaluated.exit_code == 2
+    assert (
+        "'python:digits' was passed to the run in Python and is not known here" in evaluated.stderr
+    )
     # Its rows are kept, so that what needs no reward works.
     arguments = ["sample", str(result.dir), "--prompt", "1+1?", "-n", "2", "--json"]
     sampled = CliRunner().invoke(app, arguments)
@@ -119,10 +121,10 @@ def test_rows_a_reward_and_a_model_of_the_hub(model, monkeypatch, tmp_path):
         eval_rows=ROWS[:2],
         config=QUICK | {"train.steps": 3, "seed": 3, "log.samples_every": 1},
         dir=result.dir,
-        echo=said.append,
+        echo=lines.append,
     )
     assert [record["step"] for record in again.metrics] == [1, 2, 3]
-    assert any("resuming from step 2" in line for line in said)
+    assert any("resuming from step 2" in line for line in lines)
     with pytest.raises(UserError, match=r"(?s)another configuration.*data.train = 'python:rows-"):
         jrl.fit(ROWS[:2], digits, "org/tiny", config=QUICK | {"seed": 3}, dir=result.dir)
 
@@ -191,8 +193,8 @@ def test_a_task_sizes_and_a_network_as_values():
     quick = {k: v for k, v in QUICK.items() if not k.startswith(("data", "sampling.max"))}
     quick |= {"eval.problems": 4}
     sized = jrl.fit(model=SIZES, task=task, config=quick, echo=lambda line: None, dir="a")
-    own = jrl.fit(model=network, task="sorting", data__difficulty=3, config=quick, dir="b")
-    assert [r["reward"] for r in sized.metrics] == [r["reward"] for r in own.metrics]
+    from_network = jrl.fit(model=network, task="sorting", data__difficulty=3, config=quick, dir="b")
+    assert [r["reward"] for r in sized.metrics] == [r["reward"] for r in from_network.metrics]
     assert sized.sample("213>")[0]["prompt"] == "213>"
     with pytest.raises(
         UserError, match="prompt 1: '21321>' has 6 characters; prompts of data.task"
@@ -226,24 +228,24 @@ BAD = {
 def test_bad_input_is_said_before_anything_compiles(name, model, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(programs, "new_state", None)  # where the first program is compiled
-    changes, said = BAD[name]
+    changes, message = BAD[name]
     with pytest.raises(UserError) as caught:
         jrl.fit(**{"rows": ROWS, "reward": digits, "model": model, "config": QUICK} | changes)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "runs").exists()
 
 
 def test_dotted_and_nested_keys_come_together(model):
-    given = {"rewards": {f"{__name__}:none": {"weight": 2}}, "rewards.math.judge": True}
-    given |= {"train": {"stesp": 1}, "data.train": {"a.csv": 2.0}}
+    config = {"rewards": {f"{__name__}:none": {"weight": 2}}, "rewards.math.judge": True}
+    config |= {"train": {"stesp": 1}, "data.train": {"a.csv": 2.0}}
     with pytest.raises(UserError) as caught:  # before anything is read
-        jrl.fit(model=model, reward={"math": 0.5}, config=given)
+        jrl.fit(model=model, reward={"math": 0.5}, config=config)
     assert str(caught.value) == "unknown key train.stesp = 1; did you mean train.steps?"
-    assert given["rewards"] == {f"{__name__}:none": {"weight": 2}}  # ours is left alone
-    given |= {"train": {"steps": 1}, "data.train": {"a.csv": -2.0}}
+    assert config["rewards"] == {f"{__name__}:none": {"weight": 2}}  # ours is left alone
+    config |= {"train": {"steps": 1}, "data.train": {"a.csv": -2.0}}
     with pytest.raises(UserError, match=r"^data\.train\.a\.csv = -2\.0; must be above 0"):
-        jrl.fit(model=model, reward={"math": 0.5}, config=given)
+        jrl.fit(model=model, reward={"math": 0.5}, config=config)
     with pytest.raises(UserError, match=r"config\['seed.x'\]: seed is not a table"):
         jrl.fit(model=model, config={"seed": 3, "seed.x": 1})
 
@@ -268,10 +270,10 @@ def test_train_is_called_with_a_configuration(monkeypatch):
 
     with pytest.raises(UserError, match=r"method = 'gropo'; did you mean 'grpo'"):
         train(Config(method="gropo", data={"task": "sorting"}))
-    seen = []
-    monkeypatch.setattr("jrl.fit", lambda **values: seen.append(values))
+    calls = []
+    monkeypatch.setattr("jrl.fit", lambda **values: calls.append(values))
     train("configs/tiny.toml", dir="somewhere")
-    assert seen == [{"config": "configs/tiny.toml", "dir": "somewhere"}]
+    assert calls == [{"config": "configs/tiny.toml", "dir": "somewhere"}]
     assert build.__name__ == "jrl.train.build"  # it is a package all the same
 
 
@@ -303,8 +305,8 @@ def test_functions_of_modules_run_in_processes_and_those_of_scripts_here(monkeyp
 @pytest.mark.parametrize("function", [digits, in_trl_form])
 def test_functions_that_were_passed_reach_a_process(function):
     with python_values({"mine": function}):
-        sent = pickle.dumps(make_reward("python:mine"))
+        pickled = pickle.dumps(make_reward("python:mine"))
     fields = {"id": 0, "text": "1", "tokens": [1], "answer": "2", "meta": {"a": 1}, "messages": ()}
     prompt = types.SimpleNamespace(**fields)
     sample = Sample(prompt, "12", np.arange(2), "length")
-    assert pickle.loads(sent)([sample]) == [1.0 if function is digits else 2.0]
+    assert pickle.loads(pickled)([sample]) == [1.0 if function is digits else 2.0]

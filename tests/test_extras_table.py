@@ -59,7 +59,7 @@ def test_no_module_asks_for_more_than_the_extra_that_runs_its_tests():
 
 
 def test_every_mark_stands_in_the_table():
-    seen = set()
+    marks_used = set()
     for path in FILES:
         name = path.relative_to(TESTS.parent).as_posix()
         for extra, *packages in marks(ast.parse(path.read_text())):
@@ -70,11 +70,11 @@ def test_every_mark_stands_in_the_table():
             if packages and any(set(packages) <= set(some) for some in tools):
                 continue  # a client that another extra's tests speak with
             assert name in files_of(TABLE[extra]), f"{name} is missing in [{extra}]"
-            seen.add(extra)
+            marks_used.add(extra)
         if "needs_libtpu" in path.read_text() and path.name != "tpu_programs.py":
             name = path.relative_to(TESTS.parent).as_posix()
             assert name in files_of(TABLE["plan"]) or path == Path(__file__), name
-    assert len(seen) > 12
+    assert len(marks_used) > 12
 
 
 def test_no_other_skip_is_for_want_of_a_package():
@@ -82,8 +82,8 @@ def test_no_other_skip_is_for_want_of_a_package():
     other = re.compile(r"importorskip|(skipif|skip)\([^)]*(find_spec|not installed|is_available)")
     for path in FILES:
         if path != Path(__file__):
-            found = other.search(path.read_text())
-            assert not found, f"{path}: {found[0]}; use pytest.mark.extra"
+            match = other.search(path.read_text())
+            assert not match, f"{path}: {match[0]}; use pytest.mark.extra"
 
 
 def test_a_missing_extra_skips_and_a_promised_one_fails(monkeypatch):
@@ -117,7 +117,7 @@ def script(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("extra", "code", "said", "failed", "note"),
+    ("extra", "code", "message", "failed", "note"),
     [
         ("mcp", 0, "WARNING: jrl-lm 0.1.0 does not provide the extra 'mcp'", 1, "no such extra"),
         ("mcp", 1, "ERROR: No matching distribution found for mcp", 1, "cannot be installed: ERR"),
@@ -126,9 +126,9 @@ def script(monkeypatch, tmp_path):
     ],
 )
 def test_an_extra_that_cannot_be_installed_fails(
-    script, monkeypatch, tmp_path, extra, code, said, failed, note
+    script, monkeypatch, tmp_path, extra, code, message, failed, note
 ):
-    answer = subprocess.CompletedProcess([], code, "", said)
+    answer = subprocess.CompletedProcess([], code, "", message)
     monkeypatch.setattr(script, "pip", lambda *arguments: answer)
     args = types.SimpleNamespace(where=tmp_path, install=[], keep=False)
     row = script.try_extra(extra, ["mcp>=2"], {"tests": ["none"]}, args)
@@ -142,8 +142,8 @@ def test_an_extra_that_cannot_be_installed_fails(
 def test_a_failure_or_no_test_at_all_fails_an_extra(
     script, monkeypatch, tmp_path, outcomes, failed
 ):
-    listed = '[{"name": "Mcp", "version": "2.3.0"}]'
-    answers = {"list": listed, "index": "mcp (2.4.0)\n"}
+    packages = '[{"name": "Mcp", "version": "2.3.0"}]'
+    answers = {"list": packages, "index": "mcp (2.4.0)\n"}
     monkeypatch.setattr(
         script,
         "pip",

@@ -15,7 +15,7 @@ from jrl.sampling.request import RequestLimits
 from jrl.serving.openai_requests import ACCEPTED, COMMON, NEUTRAL, parse
 
 NAMES = sorted(key.name for key in describe())
-FOUND = [
+OVERRIDES = [
     "seed=\udcff",
     "data.template='{question!r}'",
     "data.template='{question:>9999999999}'",
@@ -31,12 +31,12 @@ FOUND = [
 """Overrides that once ended in a traceback, or were taken."""
 
 
-@pytest.mark.parametrize("override", FOUND, ids=lambda o: repr(o)[:30])
+@pytest.mark.parametrize("override", OVERRIDES, ids=lambda o: repr(o)[:30])
 def test_overrides_that_were_found(override):
-    said = outcome(load_config, None, ["data.train=a.jsonl", "model.path=x", override])
-    assert said
-    assert len(said.splitlines()) <= 3
-    assert len(said) < 12_000
+    message = outcome(load_config, None, ["data.train=a.jsonl", "model.path=x", override])
+    assert message
+    assert len(message.splitlines()) <= 3
+    assert len(message) < 12_000
 
 
 @hypothesis.given(st.sampled_from(NAMES), st.text(max_size=12) | anything.map(repr))
@@ -125,10 +125,10 @@ KEYS = ("eos_token", "eos_token_id", "pad_token", "bos_token", "chat_template", 
 
 @hypothesis.given(st.sampled_from(FILES), st.dictionaries(st.sampled_from(KEYS), anything))
 @QUICK
-def test_any_tokenizer_file_is_taken_or_refused(checkpoint, name, found):
+def test_any_tokenizer_file_is_taken_or_refused(checkpoint, name, content):
     for each in FILES:
         (checkpoint / each).write_text('{"eos_token": "<end>"}')
-    (checkpoint / name).write_text(json.dumps(found))
+    (checkpoint / name).write_text(json.dumps(content))
 
     def read():
         tokenizer = load_tokenizer(checkpoint)
@@ -144,9 +144,9 @@ def test_ids_that_end_a_completion(checkpoint, file, value):
     for each in (*FILES, "config.json"):
         (checkpoint / each).write_text("{}")
     (checkpoint / file).write_text(json.dumps({"eos_token_id": value}))
-    said = outcome(load_tokenizer, checkpoint)
-    assert said.startswith("eos_token_id = ")
-    assert "a whole number from 0 on" in said
+    message = outcome(load_tokenizer, checkpoint)
+    assert message.startswith("eos_token_id = ")
+    assert "a whole number from 0 on" in message
     (checkpoint / "config.json").unlink()
 
 

@@ -62,8 +62,8 @@ def copy_once(checkpoint, directory):
 @settings(100)
 def test_any_safetensors_file_is_read_or_refused(checkpoint, tmp_path, changes):
     copy_once(checkpoint, tmp_path)
-    whole = (checkpoint / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(damaged(whole, changes))
+    content = (checkpoint / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(damaged(content, changes))
     assert "\n" not in outcome(hf.load, tmp_path)
 
 
@@ -71,12 +71,12 @@ def test_any_safetensors_file_is_read_or_refused(checkpoint, tmp_path, changes):
 @settings(100)
 def test_any_header_of_a_safetensors_file_is_read_or_refused(checkpoint, tmp_path, data):
     copy_once(checkpoint, tmp_path)
-    whole = (checkpoint / "model.safetensors").read_bytes()
-    size = int.from_bytes(whole[:8], "little")
-    header = json.loads(whole[8 : 8 + size])
+    content = (checkpoint / "model.safetensors").read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
     place = data.draw(st.sampled_from(list(places(header))))
     text = as_json(replaced(header, place, data.draw(anything)))
-    damage = len(text).to_bytes(8, "little") + text + whole[8 + size :]
+    damage = len(text).to_bytes(8, "little") + text + content[8 + size :]
     (tmp_path / "model.safetensors").write_bytes(damage)
     assert "\n" not in outcome(hf.load, tmp_path)
 
@@ -90,18 +90,18 @@ NAMES = st.sampled_from(["model.safetensors", "../model.safetensors", "/etc/pass
     st.sampled_from(["weight_map", "metadata"]),
 )
 @settings(50)
-def test_any_index_file_is_read_or_refused(checkpoint, tmp_path, found, key):
+def test_any_index_file_is_read_or_refused(checkpoint, tmp_path, content, key):
     copy_once(checkpoint, tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_bytes(as_json({key: found}))
+    (tmp_path / "model.safetensors.index.json").write_bytes(as_json({key: content}))
     assert "\n" not in outcome(hf.load, tmp_path)
 
 
 @hypothesis.given(st.data())
 @settings(100)
 def test_any_model_config_is_read_or_refused(checkpoint, tmp_path, data):
-    found = json.loads((checkpoint / "config.json").read_text())
-    place = data.draw(st.sampled_from(list(places(found))))
-    (tmp_path / "config.json").write_bytes(as_json(replaced(found, place, data.draw(anything))))
+    config = json.loads((checkpoint / "config.json").read_text())
+    place = data.draw(st.sampled_from(list(places(config))))
+    (tmp_path / "config.json").write_bytes(as_json(replaced(config, place, data.draw(anything))))
     outcome(hf.read_config, tmp_path)
 
 
@@ -119,10 +119,12 @@ def use(directory):
 @hypothesis.given(st.data())
 @settings(100)
 def test_any_tokenizer_is_read_or_refused(checkpoint, tmp_path, data):
-    found = json.loads((checkpoint / "tokenizer.json").read_text())
-    place = data.draw(st.sampled_from(list(places(found))))
+    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
+    place = data.draw(st.sampled_from(list(places(tokenizer))))
     copy_once(checkpoint, tmp_path)
-    (tmp_path / "tokenizer.json").write_bytes(as_json(replaced(found, place, data.draw(anything))))
+    (tmp_path / "tokenizer.json").write_bytes(
+        as_json(replaced(tokenizer, place, data.draw(anything)))
+    )
     assert "\n" not in outcome(use, tmp_path)
 
 

@@ -33,10 +33,10 @@ def gallery():
 def test_every_entry_has_command_time_curve_and_result(gallery):
     entries = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[1:]
     pictures = [re.search(r"\]\(gallery/(\w+)\.svg\)", entry) for entry in entries]
-    shown = [found[1] for found in pictures if found]
-    assert shown == list(gallery.PICTURES)
-    assert {path.stem for path in (ROOT / "docs" / "gallery").glob("*.svg")} == set(shown)
-    for entry in entries[: len(shown)]:
+    names = [picture[1] for picture in pictures if picture]
+    assert names == list(gallery.PICTURES)
+    assert {path.stem for path in (ROOT / "docs" / "gallery").glob("*.svg")} == set(names)
+    for entry in entries[: len(names)]:
         assert re.search(r"^    jrl (train|compare) configs/", entry, flags=re.MULTILINE), entry[
             :40
         ]
@@ -104,8 +104,8 @@ def test_curves_and_samples_are_those_of_the_run(gallery, tmp_path, monkeypatch,
     assert gallery.series(run, "reward") == ([1, 2, 5], [0.2, 0.4, 1.0])
     assert gallery.smooth([0.0, 1.0, 2.0]).tolist() == [0.0, 0.5, 1.0]
     gallery.main(["digits", str(run)])
-    drawn = (tmp_path / "docs" / "gallery" / "digits.svg").read_text()
-    assert "held-out accuracy" in drawn
+    svg = (tmp_path / "docs" / "gallery" / "digits.svg").read_text()
+    assert "held-out accuracy" in svg
     assert "| `21>` | `21` (0) | `12` (1) |" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="usage"):
         gallery.main(["nothing", str(run)])

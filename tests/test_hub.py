@@ -52,10 +52,10 @@ def test_a_directory_of_that_name_comes_first(cache, tmp_path):
 
 
 def test_a_model_of_the_cache(cache):
-    there = add(cache, "org/model", "model", {"config.json": "{}"})
-    assert model_directory("org/model") == there
+    path = add(cache, "org/model", "model", {"config.json": "{}"})
+    assert model_directory("org/model") == path
     other = add(cache, "org/model", "model", {"config.json": "{}"}, commit=COMMITS["second"])
-    assert model_directory(f"org/model@{COMMITS['first']}") == there
+    assert model_directory(f"org/model@{COMMITS['first']}") == path
     hub._snapshot.cache_clear()
     assert model_directory("org/model") == other
     assert pinned_name("org/model", "model", "model.path") == f"org/model@{COMMITS['second']}"
@@ -101,10 +101,10 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_files_of_a_split(name, tmp_path):
-    files, card, spec, wanted = LAYOUTS[name]
+    files, card, spec, expected = LAYOUTS[name]
     (tmp_path / "README.md").write_text(card)
-    found = chosen_files(files, hub._card(tmp_path), hub_name(spec), "data.train")
-    assert found == (wanted or ["alt/train/0.parquet"])
+    files_of_split = chosen_files(files, hub._card(tmp_path), hub_name(spec), "data.train")
+    assert files_of_split == (expected or ["alt/train/0.parquet"])
 
 
 REFUSED = {
@@ -130,13 +130,13 @@ def test_what_a_data_set_does_not_have(spec, tmp_path):
 
 def test_rows_of_a_data_set(cache):
     files = {"README.md": CARD, "socratic/a.jsonl": lines(ROWS[:2]), "socratic/b.jsonl": "\n"}
-    there = add(cache, "openai/gsm8k", "dataset", files)
+    path = add(cache, "openai/gsm8k", "dataset", files)
     source = open_source("openai/gsm8k/socratic")
     assert [source[i] for i in range(len(source))] == ROWS[:2]
-    assert source.where(1) == f"{there}/socratic/a.jsonl, line 2"
+    assert source.where(1) == f"{path}/socratic/a.jsonl, line 2"
     assert data_files(hub_name("openai/gsm8k/socratic:train"), "data.train")[0].is_file()
-    said = pinned_name("openai/gsm8k/socratic:train", "dataset", "data.train")
-    assert said == f"openai/gsm8k/socratic:train@{COMMITS['first']}"
+    pinned = pinned_name("openai/gsm8k/socratic:train", "dataset", "data.train")
+    assert pinned == f"openai/gsm8k/socratic:train@{COMMITS['first']}"
     near = r"data.eval = 'openai/gsm9k/main': .*did you mean openai/gsm8k/main, which is there"
     with pytest.raises(UserError, match=near):
         open_source("openai/gsm9k/main", key="data.eval")
@@ -145,11 +145,11 @@ def test_rows_of_a_data_set(cache):
 def test_a_checkpoint_that_is_not_there_has_neighbours(cache, tmp_path):
     add(cache, "Qwen/Qwen3-0.6B", "model", {"config.json": "{}"})
     (tmp_path / "model").mkdir()
-    for given, near in {"modle": "model", "qwen3-0.6B": "Qwen/Qwen3-0.6B"}.items():
+    for name, near in {"modle": "model", "qwen3-0.6B": "Qwen/Qwen3-0.6B"}.items():
         with pytest.raises(UserError) as caught:
-            read_config(given)
-        said = f"{given}/config.json: no such file (looked in {tmp_path}); did you mean {near}?"
-        assert str(caught.value).startswith(said)
+            read_config(name)
+        message = f"{name}/config.json: no such file (looked in {tmp_path}); did you mean {near}?"
+        assert str(caught.value).startswith(message)
     with pytest.raises(
         UserError, match=r"model/config.json: no such file \(looked in [^;]*\); give"
     ):
@@ -179,10 +179,10 @@ CARDS = {  # configs of a card, files, what is asked for -> files
 
 @pytest.mark.parametrize("name", CARDS)
 def test_the_files_that_a_card_names(name, tmp_path):
-    configs, files, spec, wanted = CARDS[name]
+    configs, files, spec, expected = CARDS[name]
     (tmp_path / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
-    found = chosen_files(files.split(), hub._card(tmp_path), hub_name(spec), "data.train")
-    assert found == sorted(files.split()[int(each)] for each in wanted)
+    chosen = chosen_files(files.split(), hub._card(tmp_path), hub_name(spec), "data.train")
+    assert chosen == sorted(files.split()[int(each)] for each in expected)
 
 
 @pytest.mark.parametrize("configs", ["hello", "[hello]", "[{data_files: 3}]", "{a: b}"])
@@ -196,8 +196,8 @@ def test_a_card_that_cannot_be_read_is_said(configs, tmp_path):
 def test_a_card_in_another_encoding_still_counts(tmp_path):
     configs = b"---\nconfigs: [{config_name: x, data_files: b.csv}]\n---\n\xff\xfe"
     (tmp_path / "README.md").write_bytes(configs)
-    found = chosen_files(["a.csv", "b.csv"], hub._card(tmp_path), hub_name("o/n"), "data.train")
-    assert found == ["b.csv"]
+    chosen = chosen_files(["a.csv", "b.csv"], hub._card(tmp_path), hub_name("o/n"), "data.train")
+    assert chosen == ["b.csv"]
 
 
 @pytest.fixture
@@ -207,11 +207,11 @@ def online(cache, monkeypatch):
 
     monkeypatch.delenv("HF_HUB_OFFLINE")
     hub._snapshot.cache_clear()
-    real, asked, answers = huggingface_hub.snapshot_download, [], {}
+    real, requests, answers = huggingface_hub.snapshot_download, [], {}
 
     def snapshot_download(repo, *, local_files_only, **about):
         if not local_files_only:
-            asked.append((repo, about["revision"], about["allow_patterns"]))
+            requests.append((repo, about["revision"], about["allow_patterns"]))
             if "error" in answers:
                 raise answers["error"]
         return real(repo, local_files_only=True, **about)
@@ -225,23 +225,23 @@ def online(cache, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
-    return types.SimpleNamespace(asked=asked, answers=answers)
+    return types.SimpleNamespace(asked=requests, answers=answers)
 
 
 def test_a_hub_that_cannot_be_reached_leaves_the_cache(cache, online):
-    there = add(cache, "org/model", "model", {"config.json": "{}"})
+    path = add(cache, "org/model", "model", {"config.json": "{}"})
     online.answers["error"] = ConnectionError("no route")
-    assert model_directory("org/model") == there
+    assert model_directory("org/model") == path
     with pytest.raises(UserError, match=r"the Hub could not be reached \(ConnectionError\)"):
         model_directory("org/other")
 
 
 def test_of_a_data_set_only_the_split_s_files_are_fetched(cache, online):
     files = {"README.md": CARD, "socratic/a.jsonl": lines(ROWS)}
-    there = add(cache, "o/n", "dataset", files)
+    path = add(cache, "o/n", "dataset", files)
     online.answers["files"] = [*GSM8K, "socratic/a.jsonl"]
-    found = data_files(hub_name("o/n/socratic"), "data.train")
-    assert found[0] == there / "socratic" / "a.jsonl"
-    asked = {pattern for repo, _, patterns in online.asked for pattern in patterns}
-    assert asked == {"README.md", "socratic/a.jsonl", "socratic/b.jsonl"}
+    fetched = data_files(hub_name("o/n/socratic"), "data.train")
+    assert fetched[0] == path / "socratic" / "a.jsonl"
+    patterns_asked = {pattern for repo, _, patterns in online.asked for pattern in patterns}
+    assert patterns_asked == {"README.md", "socratic/a.jsonl", "socratic/b.jsonl"}
     assert {revision for _, revision, _ in online.asked} == {COMMITS["first"]}

@@ -49,11 +49,11 @@ def slugs(text):
 
 def addresses():
     """Address -> the pages that name it, their final full stops left out."""
-    found = {}
+    pages_by_address = {}
     for page in PAGES:
         for address in ADDRESS.findall(text_of(page)):
-            found.setdefault(address.rstrip(".;:"), []).append(page.name)
-    return found
+            pages_by_address.setdefault(address.rstrip(".;:"), []).append(page.name)
+    return pages_by_address
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -88,7 +88,7 @@ def test_addresses_are_well_formed():
 
 @fetching
 def test_addresses_are_there():
-    lost = {}
+    failures = {}
     for address, pages in addresses().items():
         if urllib.parse.urlsplit(address).hostname in HERE or address in NO_PAGE:
             continue
@@ -97,8 +97,8 @@ def test_addresses_are_there():
             with urllib.request.urlopen(request, timeout=30) as answer:
                 assert answer.status == 200
         except urllib.error.URLError as error:
-            lost[address] = (pages, error)
-    assert not lost
+            failures[address] = (pages, error)
+    assert not failures
 
 
 @fetching
@@ -108,8 +108,8 @@ def test_papers_have_the_titles_that_methods_name():
     assert len(papers) > 50
     titles, names = {}, list(papers)
     for start in range(0, len(names), 100):
-        asked = urllib.parse.urlencode({"id_list": ",".join(names[start : start + 100])})
-        address = f"https://export.arxiv.org/api/query?{asked}&max_results=100"
+        query = urllib.parse.urlencode({"id_list": ",".join(names[start : start + 100])})
+        address = f"https://export.arxiv.org/api/query?{query}&max_results=100"
         with urllib.request.urlopen(address, timeout=60) as answer:
             tree = ElementTree.fromstring(answer.read())
         for entry in tree.iter("{http://www.w3.org/2005/Atom}entry"):

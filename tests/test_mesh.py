@@ -60,7 +60,7 @@ def test_axes_are_automatic():
 
 
 @pytest.mark.parametrize(
-    ("asked", "named"),
+    ("axes", "message"),
     [
         ({"fdsp": 2}, "mesh.fdsp.*choose from data, fsdp"),
         ({"data": -1, "fsdp": -1}, "mesh.fsdp = -1.*only one"),
@@ -70,9 +70,9 @@ def test_axes_are_automatic():
         ({"tensor": -2}, "mesh.tensor = -2; must be at least 1"),
     ],
 )
-def test_sizes_that_cannot_be(asked, named):
-    with pytest.raises(UserError, match=named):
-        make_mesh(asked)
+def test_sizes_that_cannot_be(axes, message):
+    with pytest.raises(UserError, match=message):
+        make_mesh(axes)
 
 
 def test_where_arrays_lie():

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from jrl import user_code as own
+from jrl import user_code as user_code
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.models import hf
@@ -39,12 +39,12 @@ TASK = (
 )
 
 
-def refused(said, function, *arguments, **keywords):
+def check_refused(part, function, *arguments, **keywords):
     """One line, or two, with this in it; anything else that is raised fails the test."""
     with pytest.raises((UserError, ApiError)) as raised:
         function(*arguments, **keywords)
     message = str(raised.value)
-    assert said in message
+    assert part in message
     assert len(message.splitlines()) <= 2
     assert len(message) < 600
 
@@ -93,7 +93,7 @@ CONFIGURATIONS = {
 @pytest.mark.parametrize("override", CONFIGURATIONS)
 def test_configurations(override):
     more = ["eval.dtype=float32"] if override.startswith("model.network") else []
-    refused(CONFIGURATIONS[override], load_config, None, [*TASK, *more, override])
+    check_refused(CONFIGURATIONS[override], load_config, None, [*TASK, *more, override])
 
 
 MODELS = {
@@ -109,7 +109,7 @@ MODELS = {
 
 @pytest.mark.parametrize("override", MODELS)
 def test_models_and_tasks(override):
-    refused(MODELS[override], build.setup, load_config(None, [*TASK, override]))
+    check_refused(MODELS[override], build.setup, load_config(None, [*TASK, override]))
 
 
 BUILTINS = {
@@ -124,11 +124,11 @@ BUILTINS = {
 @pytest.mark.parametrize("key", BUILTINS)
 def test_functions_whose_arguments_nobody_knows(key):
     config = load_config(None, [*TASK, *BUILTINS[key]])
-    refused("the arguments of max cannot be read", build.setup, config)
-    refused("the arguments of max cannot be read", make_reward, "builtins:max")
+    check_refused("the arguments of max cannot be read", build.setup, config)
+    check_refused("the arguments of max cannot be read", make_reward, "builtins:max")
 
 
-KEPT_ROWS = {
+ROW_ERRORS = {
     b'{"question": "1", "answ': "rows-1.jsonl, line 2: not valid JSON",
     b"\xff\xfe": "rows-1.jsonl, line 2: not UTF-8 text",
     b"[1]": "rows-1.jsonl, line 2: holds [1] and no row",
@@ -136,21 +136,23 @@ KEPT_ROWS = {
 }
 
 
-@pytest.mark.parametrize("line", KEPT_ROWS, ids=lambda line: repr(line[:9]))
+@pytest.mark.parametrize("line", ROW_ERRORS, ids=lambda line: repr(line[:9]))
 def test_rows_of_a_run_from_python_that_are_damaged(line, tmp_path):
     path = tmp_path / "rows-1.jsonl"
     path.write_bytes(b'{"question": "1", "answer": "2"}\n' + line + b"\n")
-    refused(KEPT_ROWS[line], own.remember, tmp_path)
-    refused("restore the file, or pass the rows again in Python", own.remember, tmp_path)
+    check_refused(ROW_ERRORS[line], user_code.remember, tmp_path)
+    check_refused(
+        "restore the file, or pass the rows again in Python", user_code.remember, tmp_path
+    )
     path.write_bytes(b'{"question": "1", "answer": "2"}\n')
     context = contextvars.copy_context()
-    context.run(own.remember, tmp_path)
-    rows = context.run(own.python_value, "python:rows-1", "data.train")
+    context.run(user_code.remember, tmp_path)
+    rows = context.run(user_code.python_value, "python:rows-1", "data.train")
     assert rows == [{"question": "1", "answer": "2"}]
 
 
 def test_options_of_rewards():
-    refused("weigth", make_reward, "exact", weigth=1)
+    check_refused("weigth", make_reward, "exact", weigth=1)
 
 
 FILES = {
@@ -167,19 +169,19 @@ FILES = {
 @pytest.mark.parametrize("content", FILES, ids=lambda c: repr(c[:20]))
 def test_configuration_files(content, tmp_path):
     (tmp_path / "run.toml").write_bytes(content)
-    refused(FILES[content], load_config, tmp_path / "run.toml")
+    check_refused(FILES[content], load_config, tmp_path / "run.toml")
 
 
 def test_run_directories(tmp_path):
     for name in ("a" * 300, "a/" * 3000):
         config = load_config(None, [*TASK, f"run.dir={json.dumps(str(tmp_path / name))}"])
-        refused("File name too long; name another directory", check_run_dir, config)
+        check_refused("File name too long; name another directory", check_run_dir, config)
 
 
-@pytest.mark.parametrize("given", ["nonsense", "host:", ":1", "host:port", "host:70000"])
-def test_coordinators(given):
-    said = f"coordinator = {given!r}; must be HOST:PORT of process 0"
-    refused(said, processes.start, given, 2, 0)
+@pytest.mark.parametrize("address", ["nonsense", "host:", ":1", "host:port", "host:70000"])
+def test_coordinators(address):
+    message = f"coordinator = {address!r}; must be HOST:PORT of process 0"
+    check_refused(message, processes.start, address, 2, 0)
 
 
 REWARDS = {
@@ -194,7 +196,7 @@ REWARDS = {
 @pytest.mark.parametrize("code", REWARDS)
 def test_files_of_rewards(code, tmp_path):
     (tmp_path / "own.py").write_text(code)
-    refused(REWARDS[code], make_reward, f"{tmp_path}/own.py:f")
+    check_refused(REWARDS[code], make_reward, f"{tmp_path}/own.py:f")
 
 
 PARTS = {
@@ -212,15 +214,17 @@ def test_functions_that_make_parts(key, raises, tmp_path):
     body = "raise ValueError('no such size')" if raises else "return 5"
     takes = {"model.network": "vocab_size, max_length", "optimizer.name": "rate"}.get(key, "")
     path.write_text(f"def f({takes}):\n    {body}\n")
-    said = "own.py, line 2: ValueError: no such size" if raises else "own.py:f' returned 5; return"
-    refused(said, lambda: build.setup(load_config(None, [*TASK, PARTS[key].format(path)])))
+    message = (
+        "own.py, line 2: ValueError: no such size" if raises else "own.py:f' returned 5; return"
+    )
+    check_refused(message, lambda: build.setup(load_config(None, [*TASK, PARTS[key].format(path)])))
 
 
 def test_files_of_a_run_that_are_something_else(tmp_path):
     config = load_config(None, [*TASK, f"run.dir={json.dumps(str(tmp_path))}"])
     for name in ("metrics.jsonl", "samples.jsonl", "summary.json"):
         (tmp_path / name).mkdir()
-        refused(f"{name} is a directory and not a file; move it away", check_run_dir, config)
+        check_refused(f"{name} is a directory and not a file; move it away", check_run_dir, config)
         (tmp_path / name).rmdir()
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'\xff\x00\n{"step": "two"}\n[1]\n{"step": 1}\n' + b"[" * 100_000)
@@ -258,15 +262,15 @@ def test_a_value_that_fills_the_screen_is_cut_in_the_middle(tmp_path):
     assert result.stderr.rstrip().endswith("nested too deeply; use fewer levels")
 
 
-@pytest.mark.parametrize("given", [["train"], ["eval"], ["report"], ["train", "data.task="]])
-def test_names_that_no_file_has(given):
+@pytest.mark.parametrize("arguments", [["train"], ["eval"], ["report"], ["train", "data.task="]])
+def test_names_that_no_file_has(arguments):
     from typer.testing import CliRunner
 
     from jrl.cli.app import app
 
     long = "a" * 5000
-    more = [f"model.path={long}", "data.train=x.jsonl"] if len(given) > 1 else [long]
-    result = CliRunner().invoke(app, [given[0], *given[1:], *more])
+    more = [f"model.path={long}", "data.train=x.jsonl"] if len(arguments) > 1 else [long]
+    result = CliRunner().invoke(app, [arguments[0], *arguments[1:], *more])
     assert result.exit_code == 2, result.output
     assert len(result.stderr.splitlines()) == 1
     assert len(result.stderr) < 1200
@@ -277,12 +281,12 @@ def test_an_export_to_where_nothing_can_be(tmp_path):
     (tmp_path / "file").write_text("")
     model = ModelConfig(vocab_size=32, max_length=48, **SIZES)
     params = transformer(model).init(jax.random.key(0))
-    refused("x cannot be written", hf.save, tmp_path / "file" / "x", model, params)
+    check_refused("x cannot be written", hf.save, tmp_path / "file" / "x", model, params)
 
 
 def test_what_is_no_file(tmp_path):
     for path in ("/dev/zero", tmp_path):
-        refused("is not a file; name a TOML file or a run directory", load_config, path)
+        check_refused("is not a file; name a TOML file or a run directory", load_config, path)
 
 
 def test_a_byte_order_mark_is_no_mistake(tmp_path):
@@ -331,7 +335,7 @@ def overrides(place, *changes, data="data.jsonl"):
 
 
 def setup(place, *changes, data="data.jsonl"):
-    """What such a run reads."""
+    """Files that such a run reads."""
     build.setup(load_config(None, overrides(place, *changes, data=data)))
 
 
@@ -342,8 +346,8 @@ def weights(path: pathlib.Path, change):
     header, data = json.loads(raw[8 : 8 + size]), bytearray(raw[8 + size :])
     name = next(key for key in header if key != "__metadata__")
     change(header, name, data)
-    written = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(written)) + written + data)
+    header_bytes = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(header_bytes)) + header_bytes + data)
 
 
 def nan(header, name, data):
@@ -370,9 +374,9 @@ TENSORS = {
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_weights(name, place):
-    change, said = TENSORS[name]
+    change, message = TENSORS[name]
     weights(place / "model" / "model.safetensors", change)
-    refused(said, lambda: in_memory(hf.load(place / "model")[1]))
+    check_refused(message, lambda: in_memory(hf.load(place / "model")[1]))
 
 
 def test_finite_weights_of_every_type_are_taken():
@@ -386,10 +390,10 @@ def test_finite_weights_of_every_type_are_taken():
         assert is_finite(largest)
         assert is_finite(largest.T)
         for bad in (np.nan, np.inf, -np.inf):
-            broken = largest.copy()
-            broken[1, 0] = bad
-            assert not is_finite(broken)
-            assert not is_finite(broken.T)
+            with_bad = largest.copy()
+            with_bad[1, 0] = bad
+            assert not is_finite(with_bad)
+            assert not is_finite(with_bad.T)
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"
@@ -411,7 +415,7 @@ MODEL_FILES = {
 @pytest.mark.parametrize("name", MODEL_FILES, ids=lambda n: f"{n[0]} {n[1][:20]!r}")
 def test_files_of_a_checkpoint(name, place):
     (place / "model" / name[0]).write_bytes(name[1])
-    refused(MODEL_FILES[name], setup, place)
+    check_refused(MODEL_FILES[name], setup, place)
 
 
 KEYS = {
@@ -433,20 +437,20 @@ KEYS = {
 def test_keys_of_config_json(text, place):
     path = place / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | json.loads("{" + text + "}")))
-    refused(KEYS[text], setup, place)
+    check_refused(KEYS[text], setup, place)
 
 
 def test_adapters_without_their_model(place):
     (place / "model" / "config.json").rename(place / "model" / "adapter_config.json")
-    refused("holds adapters alone: name it as lora.path", setup, place)
+    check_refused("holds adapters alone: name it as lora.path", setup, place)
 
 
 def test_two_tokens_with_one_id(place):
     path = place / "model" / "tokenizer.json"
-    found = json.loads(path.read_text())
-    found["model"]["vocab"]["a"] = found["model"]["vocab"]["b"]
-    path.write_text(json.dumps(found))
-    refused("both have id 2 in the vocabulary; the file is damaged", setup, place)
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["a"] = content["model"]["vocab"]["b"]
+    path.write_text(json.dumps(content))
+    check_refused("both have id 2 in the vocabulary; the file is damaged", setup, place)
 
 
 TEMPLATES = {
@@ -466,7 +470,7 @@ TEMPLATES = {
 def test_chat_templates(template, place):
     about = {"eos_token": "<stop>", "chat_template": template}
     (place / "model" / "tokenizer_config.json").write_text(json.dumps(about))
-    refused(TEMPLATES[template], setup, place, "data.template=chat")
+    check_refused(TEMPLATES[template], setup, place, "data.template=chat")
 
 
 def test_a_chat_template_that_fails_on_a_row_names_the_row(place):
@@ -475,7 +479,7 @@ def test_a_chat_template_that_fails_on_a_row_names_the_row(place):
     (place / "model" / "tokenizer_config.json").write_text(json.dumps(about))
     rows = [row(b'"1"'), row(b'"1"').replace(b"a?", b"b?"), row(b'"1"')]
     (place / "data.jsonl").write_bytes(b"".join(rows))
-    refused("data.jsonl, line 2: the chat template of", setup, place, "data.template=chat")
+    check_refused("data.jsonl, line 2: the chat template of", setup, place, "data.template=chat")
 
 
 # ---------------------------------------------------------------- data
@@ -511,7 +515,7 @@ ROWS = {
 @pytest.mark.parametrize("name", ROWS, ids=lambda n: f"{n[0]} {n[1][:40]!r}")
 def test_rows(name, place):
     (place / name[0]).write_bytes(name[1])
-    refused(ROWS[name], setup, place, data=name[0])
+    check_refused(ROWS[name], setup, place, data=name[0])
 
 
 @pytest.mark.parametrize("answer", [[["5"]], {"x": 5}])
@@ -519,9 +523,9 @@ def test_answers_that_no_text_is_equal_to(answer, place):
     rows = [{"question": "a?", "answer": "1"}, {"question": "b?", "answer": answer}]
     (place / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = load_config(None, overrides(place, data="d.jsonl"))
-    said = f"row 2: the answer is {answer}, and rewards.exact compares text and numbers"
+    message = f"row 2: the answer is {answer}, and rewards.exact compares text and numbers"
     run = build.setup(config)
-    refused(said, check_reward_columns, run.config, run.data.prompts)
+    check_refused(message, check_reward_columns, run.config, run.data.prompts)
 
 
 # ---------------------------------------------------------------- requests
@@ -579,9 +583,9 @@ BODIES = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "said"), BODIES, ids=lambda x: str(x)[:40])
-def test_bodies(changes, said):
+@pytest.mark.parametrize(("changes", "message"), BODIES, ids=lambda x: str(x)[:40])
+def test_bodies(changes, message):
     chat = "messages" in changes
     body = {"model": "m"} | ({} if chat else {"prompt": "1"}) | changes
-    given = {"tokenizer": Talker(), "limits": LIMITS, "model": "m", "most": 8}
-    refused(said, parse, body, chat=chat, **given)
+    options = {"tokenizer": Talker(), "limits": LIMITS, "model": "m", "most": 8}
+    check_refused(message, parse, body, chat=chat, **options)

@@ -123,9 +123,9 @@ def test_the_shipped_record_has_every_series(script):
 
 def test_the_package_names_the_pythons_that_were_tried(script):
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
-    known = {line.rpartition(" :: ")[2] for line in project["classifiers"]}
+    versions = {line.rpartition(" :: ")[2] for line in project["classifiers"]}
     page = (CHECKOUT / "tests" / "last_newest_run.md").read_text()
     rows = [line.split("|") for line in page.splitlines() if "| jax" in line]
-    assert {row[1].strip().rpartition(".")[0] for row in rows} <= known
-    assert "{}.{}".format(*script.OLDEST) in known
-    assert project["requires-python"].removeprefix(">=") in known
+    assert {row[1].strip().rpartition(".")[0] for row in rows} <= versions
+    assert "{}.{}".format(*script.OLDEST) in versions
+    assert project["requires-python"].removeprefix(">=") in versions

@@ -84,7 +84,7 @@ def execute(path, folder, monkeypatch, times=1):
 @by_name
 def test_no_cell_gives_a_function_or_import_another_meaning(path):
     """Such a cell cannot run twice, which "change the numbers as you read" invites to."""
-    named = {}
+    kinds = {}
     for cell in [c for c in read(path).cells if c.cell_type == "code"][1:]:
         here = {}
         for node in ast.parse(cell.source).body:
@@ -96,9 +96,9 @@ def test_no_cell_gives_a_function_or_import_another_meaning(path):
                 stored = (n for n in ast.walk(node) if isinstance(n, ast.Name))
                 here |= {n.id: "value" for n in stored if isinstance(n.ctx, ast.Store)}
         for name, kind in here.items():
-            earlier = named.get(name, "value")
+            earlier = kinds.get(name, "value")
             assert earlier in ("value", kind), f"{name} was a {earlier}: {cell.source}"
-        named |= here
+        kinds |= here
 
 
 @pytest.mark.slow
@@ -163,16 +163,16 @@ def test_names_and_keywords_of_the_library_exist(path):
     calls = 0
     for call in (x for x in ast.walk(tree) if isinstance(x, ast.Call)):
         partial = isinstance(call.func, ast.Name) and call.func.id == "partial"
-        called = call.args[0] if partial else call.func
-        function = names.get(called.id) if isinstance(called, ast.Name) else None
+        callee = call.args[0] if partial else call.func
+        function = names.get(callee.id) if isinstance(callee, ast.Name) else None
         if not inspect.isfunction(function) or not function.__module__.startswith("jrl"):
             continue
         calls += 1
         parameters = inspect.signature(function).parameters.values()
         if any(x.kind is x.VAR_KEYWORD for x in parameters):
             continue
-        given = {keyword.arg for keyword in call.keywords} - {None}
-        assert given <= {x.name for x in parameters}, ast.unparse(call)
+        keywords = {keyword.arg for keyword in call.keywords} - {None}
+        assert keywords <= {x.name for x in parameters}, ast.unparse(call)
     assert calls > 0
 
 
@@ -232,11 +232,11 @@ def test_the_first_cell_clones_the_address_that_a_maintainer_set(monkeypatch, tm
     address = "https://git.example.com/org/jrl"
     (tmp_path / "jrl-checkout" / "jrl").mkdir(parents=True)  # what git would write
     real = pathlib.Path.iterdir
-    seen = []
+    paths = []
 
     def iterdir(path):  # it is there from the second look on
-        seen.append(path)
-        return real(path) if len(seen) > 3 else iter(())
+        paths.append(path)
+        return real(path) if len(paths) > 3 else iter(())
 
     monkeypatch.setattr(pathlib.Path, "iterdir", iterdir)
     (tmp_path / "jrl-checkout" / "jrl" / "errors.py").touch()
@@ -252,10 +252,10 @@ def test_the_address_is_written_in_one_place():
     about = tomllib.loads((ROOT / "pyproject.toml").read_text())
     address = about["project"]["urls"]["Repository"]
     assert f"\n    git clone {address} jrl\n" in (ROOT / "README.md").read_text()
-    wanted = "" if address == PLACEHOLDER else address
+    expected = "" if address == PLACEHOLDER else address
     for path in NOTEBOOKS:
         source = next(c.source for c in read(path).cells if c.cell_type == "code")
-        assert f'REPO = "{wanted}"' in source
+        assert f'REPO = "{expected}"' in source
 
 
 def test_a_maintainer_sets_the_address_with_one_command(tmp_path):
@@ -285,76 +285,78 @@ def test_the_first_cell_asks_for_an_address_elsewhere(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_an_objective_by_hand(monkeypatch, tmp_path):
-    seen = execute(NOTEBOOKS[0], tmp_path, monkeypatch)
-    assert "all hold" in seen["stdout"]
-    assert float(re.search(r"largest difference (\S+)", seen["stdout"])[1]) < 1e-6
-    final = dict(re.findall(r"'([^']+)': ([\d.]+)", seen["stdout"].splitlines()[-1]))
+    result = execute(NOTEBOOKS[0], tmp_path, monkeypatch)
+    assert "all hold" in result["stdout"]
+    assert float(re.search(r"largest difference (\S+)", result["stdout"])[1]) < 1e-6
+    final = dict(re.findall(r"'([^']+)': ([\d.]+)", result["stdout"].splitlines()[-1]))
     assert float(final["GRPO"]) > 0.95
     assert set(final) == {"GRPO", "leave one out", "share of success"}
-    assert seen["plots"] == 5
-    assert not seen["stderr"]
+    assert result["plots"] == 5
+    assert not result["stderr"]
 
 
 @pytest.mark.slow
 def test_grpo_on_cpu(monkeypatch, tmp_path):
-    seen = execute(NOTEBOOKS[1], tmp_path, monkeypatch)
-    before, after = re.search(r"problems: ([\d.]+) before, ([\d.]+) after", seen["stdout"]).groups()
+    result = execute(NOTEBOOKS[1], tmp_path, monkeypatch)
+    before, after = re.search(
+        r"problems: ([\d.]+) before, ([\d.]+) after", result["stdout"]
+    ).groups()
     assert float(before) < 0.75
     assert float(after) > float(before) + 0.1
-    assert seen["plots"] == 2  # the live curve is drawn over, and the eight runs
-    assert "accuracy_after" in seen["stdout"]
-    assert not seen["stderr"]
+    assert result["plots"] == 2  # the live curve is drawn over, and the eight runs
+    assert "accuracy_after" in result["stdout"]
+    assert not result["stderr"]
 
 
 @pytest.mark.slow
 def test_sampling_and_slots(monkeypatch, tmp_path):
-    seen = execute(NOTEBOOKS[2], tmp_path, monkeypatch)
-    same, other = re.findall(r"scored at temperature [\d.]+: +(\S+) nats", seen["stdout"])
+    result = execute(NOTEBOOKS[2], tmp_path, monkeypatch)
+    same, other = re.findall(r"scored at temperature [\d.]+: +(\S+) nats", result["stdout"])
     assert float(same) < 1e-4 < 0.1 < float(other)
-    shares = [int(x) for x in re.findall(r"slots: +(\d+)% of", seen["stdout"])]
+    shares = [int(x) for x in re.findall(r"slots: +(\d+)% of", result["stdout"])]
     assert shares == sorted(shares)
     assert shares[-1] > shares[0]
-    assert seen["plots"] == 2
-    assert not seen["stderr"]
+    assert result["plots"] == 2
+    assert not result["stderr"]
 
 
 @pytest.mark.slow
 def test_a_whole_run_as_one_program(monkeypatch, tmp_path):
-    seen = execute(NOTEBOOKS[3], tmp_path, monkeypatch)
-    assert "16 runs of 20 steps" in seen["stdout"]
-    assert len(re.findall(r"^ +[1-9]e-0\d ", seen["stdout"], flags=re.MULTILINE)) == 16
-    assert seen["plots"] == 1
-    assert not seen["stderr"]
+    result = execute(NOTEBOOKS[3], tmp_path, monkeypatch)
+    assert "16 runs of 20 steps" in result["stdout"]
+    assert len(re.findall(r"^ +[1-9]e-0\d ", result["stdout"], flags=re.MULTILINE)) == 16
+    assert result["plots"] == 1
+    assert not result["stderr"]
 
 
 @pytest.mark.slow
 def test_lora_on_a_checkpoint(monkeypatch, tmp_path):
-    seen = execute(NOTEBOOKS[4], tmp_path, monkeypatch)
-    assert "adapter_model.safetensors" in seen["stdout"]
-    assert float(re.search(r"difference of a logit: (\S+)", seen["stdout"])[1]) < 1e-3
-    assert float(re.search(r"difference from transformers: (\S+)", seen["stdout"])[1]) < 1e-3
-    assert seen["plots"] == 1
+    result = execute(NOTEBOOKS[4], tmp_path, monkeypatch)
+    assert "adapter_model.safetensors" in result["stdout"]
+    assert float(re.search(r"difference of a logit: (\S+)", result["stdout"])[1]) < 1e-3
+    assert float(re.search(r"difference from transformers: (\S+)", result["stdout"])[1]) < 1e-3
+    assert result["plots"] == 1
 
 
 @pytest.mark.slow
 def test_a_multi_turn_tool_user(monkeypatch, tmp_path):
-    seen = execute(NOTEBOOKS[5], tmp_path, monkeypatch)
-    before, after = re.search(r"success ([\d.]+) before, ([\d.]+) after", seen["stdout"]).groups()
+    result = execute(NOTEBOOKS[5], tmp_path, monkeypatch)
+    before, after = re.search(r"success ([\d.]+) before, ([\d.]+) after", result["stdout"]).groups()
     assert float(after) > float(before) + 0.1
-    assert "environment" in seen["stdout"]
-    assert not seen["stderr"]
+    assert "environment" in result["stdout"]
+    assert not result["stderr"]
 
 
 @pytest.mark.slow
 def test_from_one_chip_to_a_pod(monkeypatch, tmp_path):
-    seen = execute(NOTEBOOKS[6], tmp_path, monkeypatch)
-    assert "8 devices" in seen["stdout"]
-    assert len(re.findall(r"fsdp 4 x tensor 2 +0\.", seen["stdout"])) == 1
+    result = execute(NOTEBOOKS[6], tmp_path, monkeypatch)
+    assert "8 devices" in result["stdout"]
+    assert len(re.findall(r"fsdp 4 x tensor 2 +0\.", result["stdout"])) == 1
 
 
 @pytest.mark.slow
 def test_a_cell_that_fails_fails_the_test(monkeypatch, tmp_path):
-    broken = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("assert 1 == 2")])
-    nbformat.write(broken, tmp_path / "broken.ipynb")
+    failing = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("assert 1 == 2")])
+    nbformat.write(failing, tmp_path / "broken.ipynb")
     with pytest.raises(AssertionError, match="assert 1 == 2"):
         execute(tmp_path / "broken.ipynb", tmp_path, monkeypatch)

@@ -158,11 +158,11 @@ def test_a_mistake_is_named(key, code, place, tmp_path, monkeypatch):
     path.write_text((HEAD if key == "data.env" else "") + code + "\n")
     with pytest.raises(UserError) as raised:
         set_up(place, [text.replace("FILE", str(path)) for text in overrides], probe=True)
-    said = str(raised.value)
-    assert codes[code] in said
-    assert any(name in said for name in ("own.py", "objective.", "a source of groups", "data."))
+    message = str(raised.value)
+    assert codes[code] in message
+    assert any(name in message for name in ("own.py", "objective.", "a source of groups", "data."))
     # A reward that raises is shown with the end of its traceback.
-    assert len(said.splitlines()) == 1 or "raised " in said
+    assert len(message.splitlines()) == 1 or "raised " in message
     assert sorted(p.name for p in tmp_path.iterdir() if p.name != "__pycache__") == ["own.py"]
 
 

@@ -109,27 +109,27 @@ def for_types_alone(tree):
 
 def imported(name):
     """Every module of jrl that a module imports, at its head or inside a function."""
-    found, unread = set(), for_types_alone(TREES[name])
+    modules, unread = set(), for_types_alone(TREES[name])
     for node in ast.walk(TREES[name]):
         if node in unread:
             continue
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}: relative import"
             inner = {f"{node.module}.{alias.name}" for alias in node.names} & set(SOURCES)
-            found |= inner or {node.module}
+            modules |= inner or {node.module}
             if inner and len(inner) < len(node.names):
-                found.add(node.module)
-    return {m for m in found if m == "jrl" or m.startswith("jrl.")}
+                modules.add(node.module)
+    return {m for m in modules if m == "jrl" or m.startswith("jrl.")}
 
 
 def test_only_the_fixed_names_stand_at_the_top():
     """Git's files; what is downloaded or built there is not for the repository."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a checkout")
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    top = {path.partition("/")[0] for path in listed.stdout.splitlines()}
+    output = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    top = {path.partition("/")[0] for path in output.stdout.splitlines()}
     dotted = {name for name in top if name.startswith(".")}
     assert dotted == {".ci", ".gitignore", ".pre-commit-config.yaml"}
     assert top - dotted == {
@@ -218,9 +218,9 @@ def test_no_key_or_seed_has_a_default(name):
             continue
         positional = [*node.args.posonlyargs, *node.args.args]
         last = positional[len(positional) - len(node.args.defaults) :]
-        given = [*zip(last, node.args.defaults, strict=True)]
-        given += zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
-        for argument, default in given:
+        defaults = [*zip(last, node.args.defaults, strict=True)]
+        defaults += zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+        for argument, default in defaults:
             random = argument.arg == "seed" or (
                 argument.arg == "key" and "Array" in ast.unparse(argument.annotation)
             )
@@ -334,13 +334,15 @@ LISTED = re.compile(r"^\| `jrl\.(\w+)` \| ([^|]+) \|$", re.MULTILINE)
 
 def test_names_that_pages_show_exist():
     """A renamed function is found here, also where no block of code uses it."""
-    shown = {name for _, text in pages() for name in NAME.findall(text)}
-    shown = {name for name in shown if not (ROOT / f"{name.replace('.', '/')}").exists()}
-    listed = LISTED.findall((ROOT / "docs/python.md").read_text())
-    shown |= {f"jrl.{package}.{n}" for package, ns in listed for n in re.findall(r"`(\w+)`", ns)}
-    assert len(listed) > 4
-    assert len(shown) > 40
-    for name in sorted(shown):
+    api_names = {name for _, text in pages() for name in NAME.findall(text)}
+    api_names = {name for name in api_names if not (ROOT / f"{name.replace('.', '/')}").exists()}
+    packages_listed = LISTED.findall((ROOT / "docs/python.md").read_text())
+    api_names |= {
+        f"jrl.{package}.{n}" for package, ns in packages_listed for n in re.findall(r"`(\w+)`", ns)
+    }
+    assert len(packages_listed) > 4
+    assert len(api_names) > 40
+    for name in sorted(api_names):
         _, first, *rest = name.split(".")
         assert first in dir(jrl), name  # `import jrl` alone leads there
         value = getattr(jrl, first)
@@ -356,9 +358,9 @@ def test_no_method_has_the_name_of_a_file_beside_it():
     assert not {*vars(sys.modules["jrl.methods"])} & {*all_methods()}
     common = {name for names in COMMON.values() for name in names}
     in_core = {n for n in common if all_methods()[n].__module__.startswith("jrl.methods.")}
-    shown = names_for_checkers("jrl.methods")
-    assert {*shown} == in_core
-    assert all(all_methods()[name].__module__ == home for name, home in shown.items())
+    homes = names_for_checkers("jrl.methods")
+    assert {*homes} == in_core
+    assert all(all_methods()[name].__module__ == home for name, home in homes.items())
     assert 20 <= len(common) <= 26
 
 
@@ -393,11 +395,11 @@ def test_every_import_is_declared():
     declared = project()["project"]
     extras = declared["optional-dependencies"].values()
     everything = [*declared["dependencies"], *itertools.chain.from_iterable(extras)]
-    known = {
+    declared_names = {
         requirement.split(";")[0].split("[")[0].split(">")[0].split("=")[0].strip()
         for requirement in everything
     }
-    known |= {requirement.replace("_", "-") for requirement in known}
+    declared_names |= {requirement.replace("_", "-") for requirement in declared_names}
     transitive = {"etils", "absl", "ml_dtypes", "click", "rich"}  # of orbax, jax and typer
     for name, tree in TREES.items():
         for node in ast.walk(tree):
@@ -410,5 +412,7 @@ def test_every_import_is_declared():
                 top = module.split(".")[0]
                 if top in sys.stdlib_module_names or top == "jrl" or top in transitive:
                     continue
-                wanted = names.get(top, top.replace("_", "-"))
-                assert wanted in known or top in known, f"{name} imports {top}"
+                distribution = names.get(top, top.replace("_", "-"))
+                assert distribution in declared_names or top in declared_names, (
+                    f"{name} imports {top}"
+                )

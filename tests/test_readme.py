@@ -1,4 +1,4 @@
-"""What the README says can be done is done here: its code runs, its commands and files exist."""
+"""The README's code runs, and its commands and files exist."""
 
 import pathlib
 import re
@@ -64,23 +64,25 @@ def test_the_example_trains_with_a_method_from_a_file(mine, capsys):
     namespace = {}
     exec(compile(BLOCKS[2], "README.md", "exec"), namespace)
     printed = numbers(capsys.readouterr().out)
-    written = numbers(re.search(r"prints `(accuracy .*?)`", OWN)[1])
-    assert printed == pytest.approx(written, abs=0.1)  # machines round differently
+    documented = numbers(re.search(r"prints `(accuracy .*?)`", OWN)[1])
+    assert printed == pytest.approx(documented, abs=0.1)  # machines round differently
     curves = namespace["curves"]
     assert curves["accuracy_after"] > curves["accuracy_before"] + 0.2
     assert curves["reward"].shape == (100,)
     table = RUNS.partition("| metric |")[2].partition("## ")[0]
-    named = {name for name in re.findall(r"`([\w/]+)`", table) if re.match(r"[a-z]\w+$", name)}
+    documented_names = {
+        name for name in re.findall(r"`([\w/]+)`", table) if re.match(r"[a-z]\w+$", name)
+    }
     # metrics.jsonl has the reward parts by name, and the accuracies in summary.json
     unnamed = {"reward_parts", "accuracy_before", "accuracy_after"}
-    assert set(curves) - unnamed <= named
+    assert set(curves) - unnamed <= documented_names
     written_by_the_loop = {
         *("kl", "prompts", "reward_failures", "env_failures", "skipped_steps", "rollbacks"),
         *("row_length", "tree_shared_tokens"),  # of episodes, and of trees
         *("search_nodes", "search_leaves", "read_tokens", "reread_tokens", "replayed"),
         *("hard_problems", "written_problems"),
     } | CLOCKS
-    assert named - set(curves) == written_by_the_loop
+    assert documented_names - set(curves) == written_by_the_loop
 
 
 def test_the_advantage_of_the_example_is_what_trains(mine):
@@ -103,8 +105,8 @@ def test_the_number_of_methods_is_today_s():
 
 
 def test_every_command_is_listed_and_no_other():
-    listed = re.findall(r"^\| `jrl ([a-z-]+)", README, flags=re.MULTILINE)
-    assert sorted(listed) == sorted(get_command(app).commands)
+    commands = re.findall(r"^\| `jrl ([a-z-]+)", README, flags=re.MULTILINE)
+    assert sorted(commands) == sorted(get_command(app).commands)
 
 
 @pytest.mark.parametrize("name", ["jrl/", "configs/", "notebooks/", "benchmarks/", "docs/"])
@@ -130,15 +132,15 @@ def test_the_comparison_says_what_is_true_of_this_library():
     assert len(list_methods()) > 100
     assert "| 56, 700 MB |" in COMPARISON
     assert "56 packages and 700 MB" in README
-    ahead, behind = COMPARISON.partition("## Where this one is")[::2]
+    ahead, behind = COMPARISON.partition("## Where this library is ahead")[::2]
     rows = [text.count("\n| ") for text in (ahead, behind)]
     assert min(rows) >= 8, "rows both ways"
     assert f"| {len(FAMILIES)} decoders with text" in COMPARISON
 
 
 def test_it_is_one_screen_of_why_and_short_examples():
-    shown = README.partition("## Five hops")[0]
-    assert len(shown.splitlines()) <= 125
+    first_screen = README.partition("## Five hops")[0]
+    assert len(first_screen.splitlines()) <= 125
     command, python, method, arrays = blocks(README)
     assert len(command.splitlines()) <= 10
     assert len(method.splitlines()) <= 12
@@ -194,9 +196,9 @@ def test_the_mixture_of_the_docs_is_one():
 
 
 def test_the_rewards_of_the_docs_are_rewards():
-    found = re.findall(r"^    (def right\(.*\n(?:     .*\n)+)", OWN, flags=re.MULTILINE)
-    assert len(found) == 2
-    for code, form in zip(found, ("samples", "columns"), strict=True):
+    functions = re.findall(r"^    (def right\(.*\n(?:     .*\n)+)", OWN, flags=re.MULTILINE)
+    assert len(functions) == 2
+    for code, form in zip(functions, ("samples", "columns"), strict=True):
         namespace = {}
         exec(code, namespace)
         assert form_of(namespace["right"], "rewards") == form
@@ -224,11 +226,11 @@ def test_extras_exist():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
-    named = {n for g in re.findall(r"'\.\[([\w,]+)\]'", PAGES) for n in g.split(",")}
-    assert {"math", "data", "cuda13", "tpu"} <= named
+    extras_named = {n for g in re.findall(r"'\.\[([\w,]+)\]'", PAGES) for n in g.split(",")}
+    assert {"math", "data", "cuda13", "tpu"} <= extras_named
     further = README.partition("Further extras:")[2].partition("Install extras")[0]
-    named |= set(re.findall(r"`(\w+)`", further))
-    assert named <= set(extras)
+    extras_named |= set(re.findall(r"`(\w+)`", further))
+    assert extras_named <= set(extras)
 
 
 def test_make_targets_exist():

@@ -46,20 +46,20 @@ def pages(site, tmp_path_factory):
 
 def write_notebook(source, target):
     cells = json.loads(source.read_text())["cells"]
-    written = ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
-    target.write_text("\n\n".join(written))
+    texts = ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    target.write_text("\n\n".join(texts))
 
 
-def listed(nav):
+def pages_of(nav):
     """Pages of a navigation as Zensical reads it."""
     for entry in nav:
         for value in [entry] if isinstance(entry, str) else entry.values():
-            yield from [value] if isinstance(value, str) else listed(value)
+            yield from [value] if isinstance(value, str) else pages_of(value)
 
 
 def test_every_page_is_in_the_navigation_once(site, pages):
-    made = sorted(path.relative_to(pages).as_posix() for path in pages.rglob("*.md"))
-    assert sorted(listed(site.navigation())) == made
+    paths = sorted(path.relative_to(pages).as_posix() for path in pages.rglob("*.md"))
+    assert sorted(pages_of(site.navigation())) == paths
     assert len(site.NAV) < 10  # groups, not a list of pages
 
 
@@ -131,7 +131,7 @@ def test_the_page_of_keys_holds_every_key(pages):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """What the commands of the methods' pages name, small."""
+    """Small files for the commands of the methods' pages."""
     place = tmp_path_factory.mktemp("data")
     checkpoint(place / "DIR", chat=True)
     checkpoint(place / "TEACHER", chat=True)
@@ -162,16 +162,21 @@ def test_the_command_of_a_method_sets_a_run_up(site, method, data, monkeypatch):
 
 def test_the_reference_names_what_packages_list_and_what_pages_import(site, pages):
     text = "".join(page.read_text() for page in (pages / "reference").glob("*.md"))
-    named = set(re.findall(r"^::: (\S+)$", text, flags=re.MULTILINE))
-    assert {"jrl.fit", "jrl.make_step", "jrl.objectives.grpo_loss", "jrl.types.StopReason"} <= named
-    assert "jrl.episodes.tool_env" in named
-    assert {f"jrl.{name}" for name in site.reference.PACKAGES} <= named
-    for name in named:  # each is there; griffe finds it by itself when the site is built
+    documented = set(re.findall(r"^::: (\S+)$", text, flags=re.MULTILINE))
+    assert {
+        "jrl.fit",
+        "jrl.make_step",
+        "jrl.objectives.grpo_loss",
+        "jrl.types.StopReason",
+    } <= documented
+    assert "jrl.episodes.tool_env" in documented
+    assert {f"jrl.{name}" for name in site.reference.PACKAGES} <= documented
+    for name in documented:  # each is there; griffe finds it by itself when the site is built
         module, _, last = name.rpartition(".")
         assert hasattr(importlib.import_module(module or "jrl"), last), name
     public = {n for n in jrl.__all__ if n != "__version__"}
     assert {f"jrl.{n}" for n in public if not hasattr(getattr(jrl, n), "__path__")} <= (
-        named | {f"jrl.{n}" for n in site.reference.PACKAGES}
+        documented | {f"jrl.{n}" for n in site.reference.PACKAGES}
     )
 
 
@@ -216,18 +221,18 @@ def test_keys_that_pages_name_are_keys():
         "frozen",
     }
     coefficients = {c["name"] for method in list_methods() for c in method["coefficients"]}
-    found = 0
+    count = 0
     for page in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
         for code in re.findall(r"`([^`\n]+)`", page.read_text()):
             for table, name in re.findall(r"(?<![\w/.])([a-z_]+)\.([a-z_0-9]+)\b", code):
                 if table == "objective":
                     assert name in coefficients | set(COMMON), f"{page}: {code}"
                 elif table in tables and name not in FILES:
-                    known = f"{table}.{name}" in keys
+                    exists = f"{table}.{name}" in keys
                     prefix = any(key.startswith(f"{table}.{name}.") for key in keys)
-                    assert known or prefix or is_open(table), f"{page}: {code}"
-                    found += 1
-    assert found > 40
+                    assert exists or prefix or is_open(table), f"{page}: {code}"
+                    count += 1
+    assert count > 40
 
 
 FILES = ("csv", "json", "jsonl", "md", "parquet", "py", "toml")
@@ -252,18 +257,18 @@ def test_the_site_is_built_without_a_warning_and_without_torch(tmp_path):
         text=True,
     )
     assert built.returncode == 0, built.stdout + built.stderr
-    made = ROOT / "build" / "docs" / "site"
-    notebook = (made / "notebooks" / "2_grpo_on_cpu" / "index.html").read_text()
+    directory = ROOT / "build" / "docs" / "site"
+    notebook = (directory / "notebooks" / "2_grpo_on_cpu" / "index.html").read_text()
     assert notebook.count("<img") >= 1
     assert '<span class="kn">import</span>' in notebook  # colours
-    reference = (made / "reference" / "jrl" / "index.html").read_text()
+    reference = (directory / "reference" / "jrl" / "index.html").read_text()
     assert 'id="jrl.fit"' in reference
-    assert "&gt;&gt;&gt;" in (made / "reference" / "objectives" / "index.html").read_text()
-    index = json.loads((made / "search.json").read_text())
+    assert "&gt;&gt;&gt;" in (directory / "reference" / "objectives" / "index.html").read_text()
+    index = json.loads((directory / "search.json").read_text())
     pages = {item["location"].partition("#")[0] for item in index["items"] if has_key(item)}
     having = [m for m in list_methods() if "clip_high" in {c["name"] for c in m["coefficients"]}]
     assert {f"methods/{method['name']}/" for method in having} <= pages
-    home = (made / "index.html").read_text()
+    home = (directory / "index.html").read_text()
     assert "<title>Reinforcement learning for language models in JAX - JRL</title>" in home
     assert not re.findall(r'(?:src|href)="https?://[^"]+\.(?:js|css|woff2?)', home)
 

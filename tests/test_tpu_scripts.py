@@ -118,8 +118,8 @@ def test_gke_builds_the_image_that_it_runs_or_says_how():
     assert push == ["docker", "push", image]
     (only,) = dry("gke.sh", *GKE, "--project", "p", "--", "x.toml")
     assert only == create
-    refused = script("gke.sh", *GKE, "--dry-run", "--", "x.toml", ok=False)
-    assert "write --project PROJECT --build to make" in refused
+    error_output = script("gke.sh", *GKE, "--dry-run", "--", "x.toml", ok=False)
+    assert "write --project PROJECT --build to make" in error_output
 
 
 def test_the_dockerfile_copies_what_is_there_and_installs_extras_that_exist():
@@ -128,12 +128,12 @@ def test_the_dockerfile_copies_what_is_there_and_installs_extras_that_exist():
     sources = [part for line in lines if line.startswith("COPY ") for part in line.split()[1:-1]]
     assert sources == ["pyproject.toml", "README.md", "LICENSE", "jrl", "configs"]
     assert all((ROOT / source).exists() for source in sources)
-    kept = [
+    included = [
         x[1:]
         for x in (ROOT / "tpu_scripts/Dockerfile.dockerignore").read_text().split()
         if x.startswith("!")
     ]
-    assert kept == sources  # nothing else of the checkout reaches the builder
+    assert included == sources  # nothing else of the checkout reaches the builder
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (extras,) = re.findall(r"ARG EXTRAS=(\S+)", text)
     for extra in [*extras.split(","), *re.findall(r"EXTRAS=(cuda\d+)", text)]:
@@ -190,8 +190,8 @@ def test_the_benchmark_plans_here_and_measures_on_all_slices_at_once():
     assert commands[0] == [
         *("jrl", "plan", "c.toml", "mesh.data=2", "--topology", "2*v5e:4x4", "--json")
     ]
-    copied, measured = commands[1:3], commands[3:]
-    assert [c[5:7] for c in copied] == [["a-plan.json", f"a-{i}:jrl/plan.json"] for i in (0, 1)]
+    copies, measured = commands[1:3], commands[3:]
+    assert [c[5:7] for c in copies] == [["a-plan.json", f"a-{i}:jrl/plan.json"] for i in (0, 1)]
     assert sorted(c[5] for c in measured) == ["a-0", "a-1"]
     (line,) = {c[-1].removeprefix("--command=") for c in measured}
     start = "cd $HOME/jrl && JRL_DISTRIBUTED=auto .venv/bin/python -m benchmarks.tpu c.toml"
@@ -199,9 +199,9 @@ def test_the_benchmark_plans_here_and_measures_on_all_slices_at_once():
     assert shlex.split(line)[-6:] == [
         *("--topology", "2*v5e:4x4", "--plan", "plan.json", "--json", "benchmark.json")
     ]
-    given = dry("benchmark.sh", *args[:4], "--plan", "p.json", "--", "c.toml")
-    assert [c[0] for c in given] == ["gcloud", "gcloud"]
-    assert "p.json" in given[0]
+    lines = dry("benchmark.sh", *args[:4], "--plan", "p.json", "--", "c.toml")
+    assert [c[0] for c in lines] == ["gcloud", "gcloud"]
+    assert "p.json" in lines[0]
 
 
 def test_the_benchmark_ends_with_the_code_of_a_process_that_failed(tmp_path):
@@ -220,9 +220,9 @@ def test_the_benchmark_ends_with_the_code_of_a_process_that_failed(tmp_path):
         env={**os.environ, "PYTHON": str(python)},
     )
     assert done.returncode == 1
-    said = sorted(done.stdout.splitlines())
+    lines = sorted(done.stdout.splitlines())
     expected = "-m benchmarks.tpu c.toml data.system=a b --topology v5e:2x2 --plan p.json"
-    assert said == [f"{i}: {expected}" for i in (0, 1)]
+    assert lines == [f"{i}: {expected}" for i in (0, 1)]
 
 
 def test_what_is_missing_is_named():
@@ -249,8 +249,8 @@ def test_local_processes_are_launched_watched_and_stopped(tmp_path):
         for host in range(2):
             folder = tmp_path / "run" / f"host-{host}"
             pids.append(int((folder / "train.pid").read_text()))
-            said = f"{host} of 2 at 127.0.0.1:7777: train c.toml data.system=a b\n"
-            wait_for(lambda f=folder, s=said: (f / "train.log").read_text() == s)
+            expected = f"{host} of 2 at 127.0.0.1:7777: train c.toml data.system=a b\n"
+            wait_for(lambda f=folder, s=expected: (f / "train.log").read_text() == s)
         assert script("status.sh", *hosts).split("\n")[:2] == ["running", "running"]
         assert "0 of 2 at" in script("logs.sh", *hosts)
         script("stop.sh", *hosts)

@@ -1,4 +1,4 @@
-"""What type checkers and editors see of the public names: signatures, and no name too many."""
+"""Public names as type checkers and editors see them: signatures, and no further names."""
 
 import sys
 

@@ -7,7 +7,7 @@ import signal
 import jax
 import pytest
 
-from jrl import user_code as own
+from jrl import user_code as user_code
 from jrl.config import load_config
 from jrl.data.tasks import get_task
 from jrl.errors import UserError
@@ -22,7 +22,7 @@ from jrl.train import build
 from jrl.user_code import check_options, keep_rows, load, python_value, remember
 
 MINE = '''
-"""What a researcher writes: one file with a method, a task, a reward and a network."""
+"""A researcher's file: one file with a method, a task, a reward and a network."""
 
 from jrl.data.tasks import sorting
 from jrl.methods import get_method, published
@@ -96,13 +96,13 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_cannot_be_loaded_is_said_in_one_line(name, mine, monkeypatch):
-    spec, *said = BROKEN[name]
+    spec, *parts = BROKEN[name]
     monkeypatch.chdir(mine.parent)
     with pytest.raises(UserError) as caught:
         load(spec, "data.task")
     message = str(caught.value)
     assert message.startswith(f"data.task = {spec!r}")
-    assert all(part in message for part in said), message
+    assert all(part in message for part in parts), message
     assert "\n" not in message
 
 
@@ -136,7 +136,7 @@ def test_a_file_that_switches_to_64_bits_is_named(tmp_path):
         jax.config.update("jax_enable_x64", False)
         late = load(f"{tmp_path}/late.py:f", "data.env")
         with pytest.raises(UserError, match="late: calling f sets jax_enable_x64"):
-            own.made_by(late, "late")
+            user_code.made_by(late, "late")
     finally:
         jax.config.update("jax_enable_x64", False)
 
@@ -165,8 +165,8 @@ def test_options_are_those_of_the_function():
     check_options(lambda **anything: anything, {"c": 1}, "data")
     with pytest.raises(UserError) as caught:
         check_options(lambda a, b: a, {}, "objective")
-    said = "objective.a, objective.b are missing: <lambda>(a, b) needs them; set them"
-    assert str(caught.value) == f"{said}, or give the arguments defaults"
+    message = "objective.a, objective.b are missing: <lambda>(a, b) needs them; set them"
+    assert str(caught.value) == f"{message}, or give the arguments defaults"
 
 
 def test_a_method_of_ones_own_takes_its_coefficients_and_those_of_every_method(mine):
@@ -221,11 +221,11 @@ def test_a_run_of_ones_own_functions(mine, tmp_path, monkeypatch):
     """A method, a task and a network from a file outside the package, resumed with another end."""
     monkeypatch.setattr(running, "write_report", lambda directory: directory)
     monkeypatch.chdir(tmp_path)
-    own = ["method=mine.py:plain", "data.task=mine.py:reversed_digits", "run.dir=run"]
-    own += ["model.network=mine.py:network", "model.config.layers=2"]
-    train(load_config(None, [*RUN, *own]), echo=lambda line: None)
+    overrides = ["method=mine.py:plain", "data.task=mine.py:reversed_digits", "run.dir=run"]
+    overrides += ["model.network=mine.py:network", "model.config.layers=2"]
+    train(load_config(None, [*RUN, *overrides]), echo=lambda line: None)
     assert [r["step"] for r in read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]] == [1, 2]
-    run = build.setup(load_config(None, [*RUN, *own]))
+    run = build.setup(load_config(None, [*RUN, *overrides]))
     assert run.model is None
     assert run.network.max_length == run.task.prompt_tokens + run.task.completion_tokens
     assert run.network.vocab_size == run.task.vocab_size
@@ -234,27 +234,29 @@ def test_a_run_of_ones_own_functions(mine, tmp_path, monkeypatch):
 def test_what_a_network_of_ones_own_cannot_have_is_refused(mine):
     base = [*RUN, "data.task=sorting", f"model.network={mine}:network"]
 
-    def refused(*more):
+    def error_of(*more):
         with pytest.raises(UserError) as caught:
             build.setup(load_config(None, [*base, *more]))
         return str(caught.value)
 
-    assert "and [lora] are both given" in refused("lora.rank=2")
-    assert "and sampling.int8 are both given" in refused("sampling.int8=cache")
-    assert "and sampling.float8 are both given" in refused("sampling.float8=weights")
-    assert "model.config.layer = 2: there is no such option; did" in refused("model.config.layer=2")
-    said = refused(f"model.network={mine}:no_network")
-    assert "returned 3; return a jrl.Network, which jrl.linen_network and jrl.nnx_network" in said
-    said = refused(f"model.network={mine}:unsized", "model.config.layers=2")
-    assert said.endswith("unsized(layers) must take vocab_size and max_length")
+    assert "and [lora] are both given" in error_of("lora.rank=2")
+    assert "and sampling.int8 are both given" in error_of("sampling.int8=cache")
+    assert "and sampling.float8 are both given" in error_of("sampling.float8=weights")
+    assert "model.config.layer = 2: there is no such option; did" in error_of(
+        "model.config.layer=2"
+    )
+    error = error_of(f"model.network={mine}:no_network")
+    assert "returned 3; return a jrl.Network, which jrl.linen_network and jrl.nnx_network" in error
+    error = error_of(f"model.network={mine}:unsized", "model.config.layers=2")
+    assert error.endswith("unsized(layers) must take vocab_size and max_length")
     sizes = ["model.config.width=8", "model.config.depth=2", "model.config.heads=2"]
-    said = refused(*sizes)
-    assert said == (
+    error = error_of(*sizes)
+    assert error == (
         "[model.config] has width, depth, heads, which network(vocab_size, max_length, layers) does"
         " not take; choose from vocab_size, max_length, layers"
     )
     text = ["data.task=", "data.train=x.jsonl"]
-    assert "with text needs model.path, the directory of its tokenizer" in refused(*text)
+    assert "with text needs model.path, the directory of its tokenizer" in error_of(*text)
 
 
 def test_an_import_that_blocks_has_a_limit(tmp_path, monkeypatch):
@@ -263,10 +265,10 @@ def test_an_import_that_blocks_has_a_limit(tmp_path, monkeypatch):
     slow.write_text(
         "import time\ntry:\n    time.sleep(60)\nexcept BaseException:\n    time.sleep(60)\n"
     )
-    monkeypatch.setattr(own, "IMPORT_SECONDS", 0.2)
+    monkeypatch.setattr(user_code, "IMPORT_SECONDS", 0.2)
     handler = signal.getsignal(signal.SIGALRM)
     with pytest.raises(UserError, match=r"slow.py:f': importing .* took longer than 0 s"):
-        own.load(f"{slow}:f", "rewards")
+        user_code.load(f"{slow}:f", "rewards")
     assert signal.getsignal(signal.SIGALRM) is handler
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 

@@ -1,4 +1,4 @@
-"""What tests ask of libtpu, and of the plugin for CUDA, in a process of its own.
+"""Compilations by libtpu and the plugin for CUDA, in a process of their own.
 
 libtpu serves one at a time.
 
@@ -28,7 +28,7 @@ needs_libtpu = pytest.mark.extra("plan")  # libtpu is for Linux on x86 alone
 
 
 def ask(function: str, *args: Any) -> Any:
-    """What a function of this module returns in a process of its own, when libtpu is free."""
+    """Result of a function of this module, run in a process of its own once libtpu is free."""
     command = [sys.executable, __file__, function, json.dumps(args)]
     with Path(tempfile.gettempdir(), "jrl-libtpu.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -46,8 +46,8 @@ def planned(tree: dict[str, Any], topology: str, effort: float = 0.0) -> dict[st
     from jrl.plan.text import as_json, as_text
     from jrl.plan.topology import parse_topology
 
-    found = plan.make_plan(build_config(tree), parse_topology(topology), effort=effort)
-    return as_json(found) | {"text": as_text(found), "numbers": found.parameters}
+    result = plan.make_plan(build_config(tree), parse_topology(topology), effort=effort)
+    return as_json(result) | {"text": as_text(result), "numbers": result.parameters}
 
 
 def resharded(tree: dict[str, Any], topology: str, effort: float) -> dict[str, Any]:
@@ -71,8 +71,8 @@ def pod(path: str, topology: str, effort: float) -> dict[str, Any]:
     from jrl.plan.topology import parse_topology
 
     slices = parse_topology(topology)
-    found = plan.quick_plan(load_config(path), slices, effort=effort, timed=False)
-    return as_json(found) | {"text": as_text(found)}
+    result = plan.quick_plan(load_config(path), slices, effort=effort, timed=False)
+    return as_json(result) | {"text": as_text(result)}
 
 
 def gpu_program(tree: dict[str, Any], topology: str, name: str) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def _kernels_of_a_step() -> Iterator[tuple[Callable[..., Any], tuple]]:
     def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, dtype)
 
-    floats, whole = partial(shape, dtype=jnp.float32), partial(shape, dtype=jnp.int32)
+    floats, ints = partial(shape, dtype=jnp.float32), partial(shape, dtype=jnp.int32)
     short = partial(shape, dtype=jnp.int8)
     yield lambda x, w: gk.few_rows(x, gk.Weight(w)), (shape(64, 6144), shape(6144, 2048))
     silu = partial(gk.gated, activation=jax.nn.silu)
@@ -199,13 +199,13 @@ def _kernels_of_a_step() -> Iterator[tuple[Callable[..., Any], tuple]]:
     yield partial(gk.added_norm, eps=1e-6), residual
     yield gk.block_sums, (floats(64, 151_936), floats(64))
     sums = floats(64, 38), floats(64, 38, gk.BLOCKS)
-    numbers = floats(64), whole(64), floats(64), floats(64)
+    numbers = floats(64), ints(64), floats(64), floats(64)
     yield gk.least_kept, (floats(64, 151_936), *numbers)
     yield gk.pick, (floats(64), floats(64, 151_936), floats(64), *sums)
 
-    def attend(x: Any, own: Any, prompt: Any, turn: Any, reach: Any) -> Any:
+    def attend(x: Any, member_cache: Any, prompt: Any, turn: Any, reach: Any) -> Any:
         how = gk.Scores(jnp.dtype(jnp.bfloat16), 0.1, softcap=50.0)
-        return gk.attend_cache(x, own, prompt, turn, reach, how=how)
+        return gk.attend_cache(x, member_cache, prompt, turn, reach, how=how)
 
     def cache(rows: int, columns: int, size: int, number: Any) -> dict[str, Any]:
         both = {name: number(rows, 8, columns, size) for name in ("k", "v")}
@@ -214,26 +214,26 @@ def _kernels_of_a_step() -> Iterator[tuple[Callable[..., Any], tuple]]:
 
     for size, number in ((64, shape), (128, short), (128, shape), (256, shape)):
         turn = gk.Turn(floats(64, size // 2), floats(64, size // 2), shape(size), shape(size))
-        reach = gk.Reach(whole(64), whole(64), whole(8), whole(8))
+        reach = gk.Reach(ints(64), ints(64), ints(8), ints(8))
         caches = cache(64, 128, size, number), cache(8, 256, size, number)
         yield attend, (floats(2, 64, 8, 4, size), *caches, turn, reach)
 
 
-def refused(trees: list[dict[str, Any]], topologies: list[str]) -> list[str]:
-    """What is said of configurations that cannot be planned for."""
+def refusals(trees: list[dict[str, Any]], topologies: list[str]) -> list[str]:
+    """Error messages of configurations that cannot be planned for, "" for others."""
     from jrl.config import build_config
     from jrl.errors import UserError
     from jrl.plan import compile as plan
     from jrl.plan.topology import parse_topology
 
-    said = []
+    messages = []
     for tree, topology in zip(trees, topologies, strict=True):
         try:
             plan.make_plan(build_config(tree), parse_topology(topology))
-            said.append("")
+            messages.append("")
         except UserError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 def kernels(tree: dict[str, Any], topology: str, programs: list[str]) -> dict[str, Any]:
@@ -251,11 +251,11 @@ def kernels(tree: dict[str, Any], topology: str, programs: list[str]) -> dict[st
     config = build_config(tree)
     run = lower.abstract_run(config, plan.plan_mesh(config, parse_topology(topology)))
     lowering = {"sampler": lower.lower_sampler, "train_step": lower.lower_step}
-    found: dict[str, Any] = {}
+    kernels_of: dict[str, Any] = {}
     for name in programs:
         text = lowering[name](run).compile(compiler_options=plan.effort_options(-1.0)).as_text()
         bodies = set(re.findall(r"body=%([\w.\-]+)", text))
-        calls, loops, inside, entry, copied = [], 0, "", False, 0
+        calls, loops, inside, entry, largest = [], 0, "", False, 0
         for line in text.splitlines():
             if line.endswith("{") and not line.startswith(" "):
                 entry = line.startswith("ENTRY ")
@@ -263,12 +263,12 @@ def kernels(tree: dict[str, Any], topology: str, programs: list[str]) -> dict[st
             if 'custom_call_target="tpu_custom_call"' in line:
                 calls.append(line.split(" = ")[0].split("%")[-1].split(".")[0])
                 loops += inside in bodies
-            moved = re.search(r" = \w+\[([\d,]+)\]\S* (?:copy|scatter)\(", line)
-            if moved and "/decode/" in line and not entry:
-                copied = max(copied, math.prod(map(int, moved[1].split(","))))
-        found[name] = {"kernels": sorted(calls), "in_loop": loops, "devices": run.mesh.size}
-        found[name] |= {"copied": copied, "loops": len(bodies)} if name == "sampler" else {}
-    return found
+            match = re.search(r" = \w+\[([\d,]+)\]\S* (?:copy|scatter)\(", line)
+            if match and "/decode/" in line and not entry:
+                largest = max(largest, math.prod(map(int, match[1].split(","))))
+        kernels_of[name] = {"kernels": sorted(calls), "in_loop": loops, "devices": run.mesh.size}
+        kernels_of[name] |= {"copied": largest, "loops": len(bodies)} if name == "sampler" else {}
+    return kernels_of
 
 
 if __name__ == "__main__":

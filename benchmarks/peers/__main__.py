@@ -71,7 +71,7 @@ def run(command: Sequence[str], flags: Sequence[str], platform: str = "cpu") -> 
 
 
 def ratios(ours: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
-    """How many times as fast this library is by each time, and what share of the rest it takes."""
+    """Speed relative to the peer by each time, and our share of its processor time and memory."""
     out = {}
     for name in FASTER:
         if ours.get(name) and other.get(name):

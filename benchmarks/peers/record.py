@@ -1,4 +1,4 @@
-"""What a peer's script keeps while it runs, and the figures it ends with."""
+"""Measurements of a peer's script during its run, and their summary."""
 
 from __future__ import annotations
 

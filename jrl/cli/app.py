@@ -65,7 +65,7 @@ COMMANDS: dict[str, tuple[str, Callable[..., None]]] = {
     "sample": ("Sample completions from a policy.", policies.sample),
     "serve": ("Serve a policy over HTTP or gRPC.", policies.serve),
     "convert": ("Export a checkpoint in Hugging Face format.", policies.convert),
-    "plan": ("Estimate a run's memory and time on a TPU slice.", before.plan),
+    "plan": ("Estimate a run's memory and time on TPUs or GPUs.", before.plan),
     "methods": ("List training methods.", before.methods),
     "doctor": ("Check this machine, and what a run is missing.", before.doctor),
     "imagine": ("Generate synthetic dialogues to train on.", before.imagine),

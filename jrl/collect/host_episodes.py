@@ -45,7 +45,7 @@ from jrl.types.asks import DrawRequest
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 """Between the seeds of a problem's groups; the 64-bit golden ratio spreads them."""
 _ROUNDS = 3
-"""How often a group is played at most, where too many of its members fail."""
+"""Maximum number of attempts at a group of which too many members fail."""
 
 
 class HostEpisodes:

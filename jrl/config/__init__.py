@@ -3,7 +3,7 @@
 - ``tables``, ``data``, ``tree``, ``optimizer``: every key with its type, limits and meaning
 - ``checks``, ``numbers``: what does not go together, and what no key may hold
 - ``read``: TOML and ``KEY=VALUE`` to a checked configuration
-- ``explain``: what is said of a mistake
+- ``explain``: error messages for mistakes
 - ``keys``: the keys as data, for help and documentation
 - ``write``, ``secrets``: back to TOML, without secrets
 - ``stored``: the configuration that a run directory holds

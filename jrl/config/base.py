@@ -1,4 +1,4 @@
-"""What all tables of a configuration are made of."""
+"""Base class and key function of all configuration tables."""
 
 from __future__ import annotations
 

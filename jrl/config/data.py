@@ -506,7 +506,7 @@ class DialogueData(RecordedData):
     train: str = Field(
         description="dialogues:FILE, any form of file that holds prompts; a row has messages, and"
         " reward (a number, for the whole) or rewards (one for each message of the assistant);"
-        " what the assistant said is trained on"
+        " the assistant's messages are trained on"
     )
     invalid: Literal["error", "skip"] = key(
         "error", RowTable.model_fields["invalid"].description or ""
@@ -530,7 +530,7 @@ DIALOGUES = "dialogues:"
 RECORDED_KIND = "data.train = 'recorded:DIR'"
 DIALOGUES_KIND = "data.train = 'dialogues:FILE'"
 SOURCE = "source:"
-"""What a ``data.train`` begins with that names a source of one's own."""
+"""Prefix of a ``data.train`` with a custom source."""
 SOURCE_KIND = "data.train = 'source:FILE.py:function'"
 GIVEN_KINDS = (RECORDED_KIND, DIALOGUES_KIND, SOURCE_KIND)
 """Kinds of data that a value of ``data.train`` tells, and no key alone."""

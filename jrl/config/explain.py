@@ -21,7 +21,7 @@ RENAMED: Mapping[str, str] = {
     "data.tfds_dir": "set the environment variable TFDS_DATA_DIR",
     "eval.pass_k": "remove it: pass@k is reported for k = 1, 2, 4, ... up to eval.samples",
     "eval.reward": "set judge = true in the table of that part, as in rewards.math.judge=true",
-    "log.samples": "remove it: 8 rollouts are written each time",
+    "log.samples": "remove it: complete groups, 8 members or more, are written each time",
     "log.tensorboard": 'set log.to = "tensorboard"',
     "log.wandb": 'set log.to = "wandb:PROJECT"',
     "log.trackio": 'set log.to = "trackio:PROJECT"',

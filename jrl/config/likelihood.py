@@ -18,7 +18,7 @@ class LikelihoodTable(Table):
         "completion: the probability after the completion; turn: in episodes its change by each"
         " turn but the last, paid at the turn's last token",
     )
-    before: str = key("\nAnswer: ", "text between what was said and the answer")
+    before: str = key("\nAnswer: ", "text between the completion and the answer")
     max_answer_tokens: int = key(
         32, "longest answer; a longer one, or one that the model cannot read, has no opinion", ge=1
     )

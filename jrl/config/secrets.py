@@ -26,17 +26,17 @@ _KEYS = (
     *("master", "private", "secret", "server", "service", "session", "shared", "signing", "ssh"),
     *("storage", "subscription", "user", "webhook"),
 )
-"""What "key" is written together with in such names, as monkey is not."""
+"""Words joined to "key" in names of secrets, unlike in "monkey"."""
 _PLAIN_KEYS = (
     *("answer", "column", "field", "foreign", "group", "label", "metric", "primary", "prompt"),
     *("question", "response", "reward", "sort", "target"),
 )
-"""What "key" is written together with where it is the name of a column."""
+"""Words joined to "key" in names of columns."""
 _PLAIN_TOKENS = (
     *("audio", "begin", "bo", "bos", "cls", "end", "eo", "eos", "image", "mask", "pad", "sep"),
     *("special", "start", "stop", "think", "turn", "unk"),
 )
-"""What "token" is written together with where it is one of a vocabulary."""
+"""Words joined to "token" in names of vocabulary entries."""
 _PREFIXED = (
     *("sk", "pk", "rk", "ghp", "gho", "ghs", "ghu", "github_pat", "glpat", "hf", "xox[abeprs]"),
     *("gsk", "xai", "r8", "pplx", "nvapi", "tvly", "fw", "dop_v1", "npm", "pypi", "lsv2", "csk"),

@@ -152,7 +152,7 @@ class ValueTable(Table):
 
 
 def _once(values: tuple[str, ...]) -> tuple[str, ...]:
-    """Refuses a list in which a value stands twice."""
+    """Refuses a list with a repeated value."""
     for value in values:
         if values.count(value) > 1:
             raise ValueError(f"names {value!r} twice; remove one")

@@ -42,7 +42,7 @@ EpisodeFunction = Callable[..., Coroutine[Any, Any, Any]]
 __all__ = ["EpisodeFunction", "Outcome", "Policy", "coroutine_env", "roles"]
 
 _CANCELS = 3
-"""How often an episode that asks for further turns is cancelled before it is closed."""
+"""Number of times an episode that keeps asking for turns is cancelled before it is closed."""
 
 
 class _End(NamedTuple):

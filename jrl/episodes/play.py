@@ -40,7 +40,7 @@ from jrl.system.wait_reports import waiting
 from jrl.types import Params, StopReason
 
 _LOOK_SECONDS = 0.05
-"""Where nothing can be decoded, how long an answer is waited for between two looks at deadlines."""
+"""Wait for an answer between two checks of deadlines, when nothing can be decoded."""
 
 Newer = Callable[[], tuple[Params, int] | None]
 """() -> newer parameters and their version, or None to keep those in use."""

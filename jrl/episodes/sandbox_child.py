@@ -28,7 +28,7 @@ _OPTIONS = {
     "nodiratime": 0x800,
     "relatime": 0x200000,
 }
-"""What a remount must repeat: a namespace may not take back what its parent has set."""
+"""Flags that a remount must repeat: a namespace may not clear those of its parent."""
 _FILES = 4096
 """In all temporary directories together: each takes memory of the kernel's."""
 _DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -110,7 +110,7 @@ def _make_devices(libc: ctypes.CDLL) -> str:
 # ---------------------------------------------------------------- system calls that are refused
 
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Which number of a system call is this machine's, and its AUDIT_ARCH."""
+"""By machine: the index of its numbers of system calls, and its AUDIT_ARCH."""
 _REFUSED = {
     # namespaces, in which code would have rights, and could mount file systems in memory
     "unshare": (272, 97),
@@ -141,7 +141,7 @@ _REFUSED_BESIDE_OTHERS = {
     "setsid": (112, 157),
     "setpgid": (109, 154),
 }
-"""Where the code is not set apart by namespaces."""
+"""Refused in addition if namespaces do not isolate the code."""
 _CLONE, _CLONE3, _NAMESPACES = (56, 220), 435, 0x7E020000
 _MODE_FILTER = 2
 _LOAD, _JUMP_EQUAL, _JUMP_ABOVE, _JUMP_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # classic BPF

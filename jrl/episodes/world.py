@@ -22,7 +22,7 @@ from jrl.models.tokenizer import Tokenizer
 from jrl.types import StopReason
 
 GRACE_SECONDS = 2.0
-"""How long after its deadline a call's answer may arrive before its event loop is looked at."""
+"""Time after a call's deadline before its event loop is checked for blocking."""
 BLOCKED = "the event loop was blocked; an async function must not wait by itself"
 """Why a call fails whose event loop was given up."""
 _ENDLESS = 1 << 30

@@ -38,7 +38,7 @@ from jrl.evaluate.statistics import wilson
 from jrl.evaluate.verifiers import LIKELIHOOD, verifier_of
 
 COMPUTE_OPTIMAL = "compute_optimal"
-"""What ``jrl eval --search`` calls this evaluation."""
+"""Name of this evaluation in ``jrl eval --search``."""
 
 COMPARED = ("best_of_n", "beam", "dvts", "puct")
 """The searches that are played; of ``episodes.tree.SEARCHES``."""

@@ -29,7 +29,7 @@ Measure = Callable[[TrainState, Batch, SamplingParams], Pairs]
 """(state, batch, distribution) -> (sum, count) by name."""
 
 SHOWN = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
-"""What is reported of held-out groups, where the method has it."""
+"""Metrics reported for held-out groups, if the method has them."""
 
 
 def make_measure(parts: Parts) -> Measure:

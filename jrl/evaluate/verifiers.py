@@ -36,9 +36,9 @@ from jrl.types import Array, Params, Prompt, Rollout, StopReason
 Verifier = Callable[[Run, Params, int | None], tuple[Params, Scorer]]
 """(run, its parameters, checkpoint) -> parameters to sample with, and what judges paths."""
 LIKELIHOOD = "likelihood"
-"""What paths are ranked by where nothing else is named."""
+"""Default score of a path."""
 BY = (LIKELIHOOD, "model", "value", "ratio", "judge")
-"""What paths can be ranked by."""
+"""Scores that can rank paths."""
 
 
 def verifier_of(config: Config, by: str, reduce: str) -> Verifier:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from jrl.rewards.verdicts import Question
 
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
-"""What a reply or a file raises where it is read and is not what it should be."""
+"""Exceptions from parsing a malformed reply or file."""
 
 
 class QuestionVote(NamedTuple):

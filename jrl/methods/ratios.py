@@ -250,7 +250,7 @@ def dynamic_clip(low: float, high: float, most: float) -> ratios.Rule:
 
 
 BLANK = {"visits": 0.0, "count": 0.0, "mean": 0.0, "squares": 0.0}
-"""What a table holds for a prompt never seen: visits; scores so far, their mean (points) and the
+"""Table entry of a new prompt: visits; scores so far, their mean (points) and the
 sum of their squared deviations from it (squared points)."""
 
 

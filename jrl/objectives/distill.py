@@ -146,7 +146,7 @@ def divergence(kind: str = "reverse", beta: float = 0.5, teacher: str = "teacher
 # ---------------------------------------------------------------- the teacher's likeliest tokens
 
 TAILS = ("renormalised", "cut", "floor", "bucket")
-"""What becomes of the tokens that are not among the teacher's k likeliest; see ``on_top_k``."""
+"""Treatments of the tokens outside the teacher's k likeliest; see ``on_top_k``."""
 FLOOR = -100.0
 """Log-probability that the "floor" gives them, nats; NeMo-RL's."""
 SAVED = "teacher_top_k"

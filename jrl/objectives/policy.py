@@ -197,7 +197,7 @@ def update_state(objective: Objective, state: Any, metrics: Mapping[str, Array])
 
 
 def _checked_losses(result: Any, live: Array, over_groups: bool) -> tuple[Array, Stats]:
-    """What a surrogate returned for all sequences, where it is (losses, metrics by name)."""
+    """A surrogate's result for all sequences, checked to be (losses, metrics by name)."""
     form = "[G, T]" if over_groups else "[T]"
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
         raise UserError(

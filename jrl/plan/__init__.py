@@ -1,4 +1,4 @@
-"""Memory and time of a run on a TPU slice, from its programs compiled without a TPU.
+"""Memory and time of a run on TPUs or GPUs, from its programs compiled without them.
 
 - ``topology``: chips, slices, and devices to compile for
 - ``lower``: a run without data or weights, and its two programs traced for a mesh

@@ -44,7 +44,7 @@ SIGNATURE = (
 OWN_COLUMNS = ("prompts", "completions", "completion_ids")
 _STATE = "trainer_state"
 _TRAINERS = (_STATE, "log_extra", "log_metric")
-"""What TRL's trainer passes beside columns."""
+"""Arguments that TRL's trainer passes besides columns."""
 _VERL, _BATCH = "solution_str", "solution_strs"
 _TEXTS = ("predict_str", "model_output", "response")
 """Other names of verl's solution, of NeMo RL's, too, where there is a ``ground_truth``."""

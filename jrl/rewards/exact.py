@@ -42,7 +42,7 @@ _BETWEEN = re.compile(
     r"(?:\\?[$\s)\]]|\\q?quad\b|\\[,;:])*(?:[,;]|(?:\\text\s*\{)?\s*(?:and|or)\b)\s*"
     r"(?:(?:and|or)\b)?(?:\\?[$\s(\[}]|\\q?quad\b|\\[,;:])*"
 )
-"""What joins two boxes to one list."""
+"""Text that joins two boxes into one list."""
 _MINUS = re.compile(r"(?:=|\$|\\\(|\\\[|\bis)[ ]*-\\?$")
 """A sign before a box."""
 _FAR = 40

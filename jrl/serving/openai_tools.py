@@ -112,7 +112,7 @@ def read_tools(body: Json, parser: Parser | None, fail: Callable[..., Exception]
 
 
 class _Choice(NamedTuple):
-    """What ``tool_choice`` says.
+    """A parsed ``tool_choice``.
 
     Attributes:
       mode: auto, none or required.

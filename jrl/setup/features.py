@@ -216,7 +216,7 @@ WITHOUT: Mapping[str, str] = {
     "rounds": "choose another method",
     "value network kind": "set value.kind to 'head'",
 }
-"""What takes a feature away; of others the key that names it is removed."""
+"""Remedies that remove a feature; for others the remedy is to remove its key."""
 
 WITH: Mapping[str, tuple[str, str]] = {
     "episodes": ("episodes", "give data.train and data.env = FILE.py:function"),
@@ -233,7 +233,7 @@ WITH: Mapping[str, tuple[str, str]] = {
     ),
     "writer": ("data.writer", "set it to FILE.py:function, or to the url and model of an endpoint"),
 }
-"""How a message names what is needed, and what brings it."""
+"""Needed features: their names in messages, and remedies."""
 
 
 def check_features(features: Mapping[str, str]) -> None:

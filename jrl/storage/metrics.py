@@ -47,10 +47,10 @@ _PACKAGES = (
 _DISTRIBUTIONS = {"jrl": DISTRIBUTION}
 
 LOG_SECONDS = 20.0
-"""How long writes of the run's files are retried before the run ends."""
+"""Retry time of writes to the run's files before the run ends."""
 
 SINK_SECONDS = 60.0
-"""How long a tracker that failed is left alone; a server that is gone may hold every try."""
+"""Delay before a failed tracker is retried, since each attempt may block until its timeout."""
 
 CLOCKS = frozenset(
     {

@@ -87,7 +87,7 @@ OLDEST_DRIVER: Mapping[int, tuple[int, ...]] = {12: (525, 60, 13), 13: (580, 65,
 """Major version of CUDA -> the oldest driver for Linux that all its minor versions run on. From
 "CUDA Toolkit and Corresponding Driver Versions" of NVIDIA's release notes."""
 DRIVER = Path("/proc/driver/nvidia/version")
-"""What the kernel's part of the driver says of itself."""
+"""Version file of the driver's kernel module."""
 
 
 def outdated_driver() -> str | None:

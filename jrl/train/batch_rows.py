@@ -1,4 +1,4 @@
-"""How a batch lies in rows that networks read: sequences, shared prompts, packed, or in parts."""
+"""Layouts of a batch in a network's rows: sequences, shared prompts, packed, or in parts."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ VALUES: dict[str, Callable[[Network, int], ValueNetwork]] = {
     "network": value_network,
     "networks": value_networks,
 }
-"""What ``value.kind`` names: (trunk, numbers for each token) -> the value network."""
+"""Functions by ``value.kind``: (trunk, numbers for each token) -> the value network."""
 
 
 def trains_reward(config: Config) -> bool:

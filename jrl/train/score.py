@@ -30,7 +30,7 @@ _SHOWN = 4
 
 
 OVER = ("vocabulary", "hidden", "values", "attention")
-"""What statistics are made of; see ``types.Statistic``."""
+"""Inputs of statistics; see ``types.Statistic``."""
 
 
 def head_statistics(

@@ -1,4 +1,4 @@
-"""What must hold for a run to be trained, checked before anything compiles."""
+"""Preconditions of training a run, checked before anything compiles."""
 
 from __future__ import annotations
 

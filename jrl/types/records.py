@@ -53,7 +53,7 @@ STATISTICS: Mapping[str, str] = {
     "token, times the weight of their reward part",
     **{f"attribute_{k}": f"attribute {k} of the completion; NaN if unlabelled" for k in range(8)},
 }
-"""What a per-token statistic means. All in nats, except values and returns, in points, and
+"""Meanings of per-token statistics. All in nats, except values and returns, in points, and
 weights and marks. A part of an objective may bring further ones along, each a ``Statistic``."""
 
 
@@ -306,7 +306,7 @@ STREAMS = (
     *("data", "sample", "train", "eval_data", "eval", "warmup", "tie_breaker", "replay"),
     *("curriculum", "plan", "edit"),
 )
-"""What random numbers are drawn for; each use has a stream of keys of its own.
+"""Uses of random numbers; each has its own stream of keys.
 
 A stream's key is its index, so new ones come last."""
 

@@ -66,10 +66,10 @@ def test_help_lists_the_commands_and_each_explains_itself():
 
 
 def test_show_config_help_describes_every_key():
-    shown = " ".join(jrl("show-config", "--help").stdout.split())
+    text = " ".join(jrl("show-config", "--help").stdout.split())
     for key in describe():
-        assert key.name in shown
-        assert " ".join(key.text.split()) in shown
+        assert key.name in text
+        assert " ".join(key.text.split()) in text
     assert max(map(len, keys_text().splitlines())) <= 100
 
 
@@ -134,10 +134,10 @@ def test_wrong_arguments_are_named(arguments, message, tmp_path):
 
 
 def test_a_fault_of_the_program_keeps_its_traceback(replace):
-    def broken(config, *, checkpoint):
+    def failing_evaluate(config, *, checkpoint):
         raise ZeroDivisionError
 
-    replace("jrl.evaluate", evaluate_run=broken)
+    replace("jrl.evaluate", evaluate_run=failing_evaluate)
     assert isinstance(jrl("eval", "seed=1").exception, ZeroDivisionError)
 
 
@@ -152,17 +152,17 @@ def test_show_config_prints_what_can_be_read_back(tmp_path):
 
 
 def test_train_gets_the_configuration_and_its_summary_is_printed(replace, tmp_path):
-    seen = []
+    configs = []
 
     def train(config, *, echo):
-        seen.append(config)
+        configs.append(config)
         echo("a line")
         return {"accuracy_before": 0.25, "accuracy_after": None, "steps": 3, "eval_after": {}}
 
     replace("jrl.run.run", train=train)
     result = jrl("train", TINY, f'run.dir="{tmp_path}"', "train.steps=3")
     assert result.exit_code == 0, result.output
-    assert seen == [load_config(TINY, [f'run.dir="{tmp_path}"', "train.steps=3"])]
+    assert configs == [load_config(TINY, [f'run.dir="{tmp_path}"', "train.steps=3"])]
     assert result.stdout.splitlines() == [
         f"run directory: {tmp_path}",
         "a line",
@@ -175,19 +175,19 @@ def test_train_gets_the_configuration_and_its_summary_is_printed(replace, tmp_pa
 def test_a_lost_config_toml_is_read_from_the_header(run_dir, replace):
     before = (run_dir / "config.toml").read_text()
     (run_dir / "config.toml").unlink()
-    shown = jrl("show-config", run_dir, "train.steps=7")
-    assert shown.exit_code == 0
-    assert shown.stderr == (
+    result = jrl("show-config", run_dir, "train.steps=7")
+    assert result.exit_code == 0
+    assert result.stderr == (
         f"jrl: {run_dir / 'config.toml'} is missing; the configuration is that of the header of"
         " metrics.jsonl\n"
     )
-    assert "seed = 4" in shown.stdout
-    assert "steps = 7" in shown.stdout
-    assert f'dir = "{run_dir}"' in shown.stdout
+    assert "seed = 4" in result.stdout
+    assert "steps = 7" in result.stdout
+    assert f'dir = "{run_dir}"' in result.stdout
     (run_dir / "config.toml").write_text(before.replace("seed = 4", "seed = ="))
-    broken = jrl("show-config", run_dir)
-    assert broken.exit_code == 2
-    assert f"delete {run_dir / 'config.toml'} to use the configuration of" in broken.stderr
+    result = jrl("show-config", run_dir)
+    assert result.exit_code == 2
+    assert f"delete {run_dir / 'config.toml'} to use the configuration of" in result.stderr
     (run_dir / "config.toml").unlink()
     (run_dir / "metrics.jsonl").write_text('{"config": {"see')
     assert "it has no config.toml" in jrl("show-config", run_dir).stderr
@@ -197,25 +197,25 @@ def test_output_that_cannot_be_written_is_one_line():
     command = [sys.executable, "-m", "jrl", "show-config", TINY]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
-    said = "jrl: error: standard output: No space left on device; free disk space\n"
-    assert (done.returncode, done.stderr) == (4, said)
+    message = "jrl: error: standard output: No space left on device; free disk space\n"
+    assert (done.returncode, done.stderr) == (4, message)
 
 
 def test_train_without_run_dir_gets_a_new_one(replace, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    seen = []
+    directories = []
 
     def train(config, *, echo):
         Path(config.run.dir).mkdir(parents=True)
-        seen.append(config.run.dir)
+        directories.append(config.run.dir)
         return {}
 
     replace("jrl.run.run", train=train)
     (tmp_path / "my.toml").write_text("seed = 1\n")
     for arguments in (["my.toml"], ["my.toml"], ["method=rloo", "seed=2"]):
         assert jrl("train", *arguments).exit_code == 0
-    assert len(set(seen)) == 3
-    assert [name.partition("-")[0] for name in seen] == ["runs/my", "runs/my", "runs/rloo"]
+    assert len(set(directories)) == 3
+    assert [name.partition("-")[0] for name in directories] == ["runs/my", "runs/my", "runs/rloo"]
 
 
 def test_ctrl_c_says_what_was_saved_and_ends_with_130(replace, run_dir):
@@ -258,8 +258,8 @@ def test_eval_searches_and_writes_rows(replace, run_dir):
 
     replace("jrl.evaluate.search", search_run=search_run)
     ranked = ("--by", "model", "--reduce", "min")
-    asked = ("eval", run_dir, "--search", "puct", "--width", 3, "--out", "rows", *ranked)
-    result = jrl(*asked, "--json")
+    command = ("eval", run_dir, "--search", "puct", "--width", 3, "--out", "rows", *ranked)
+    result = jrl(*command, "--json")
     assert json.loads(result.stdout)["siblings"] == 4
     result = jrl("eval", run_dir, "--out", "rows")
     assert result.exit_code != 0
@@ -277,10 +277,10 @@ def test_eval_under_a_budget(replace, run_dir):
         return {"step": 1, "accuracy": 0.5, "beam/accuracy": 0.25}
 
     replace("jrl.evaluate.budget", budget_run=budget_run)
-    asked = ("eval", run_dir, "--search", "compute_optimal", "--width", 16, "--step-tokens", 8)
-    result = jrl(*asked, "--json")
+    command = ("eval", run_dir, "--search", "compute_optimal", "--width", 16, "--step-tokens", 8)
+    result = jrl(*command, "--json")
     assert json.loads(result.stdout)["beam/accuracy"] == 0.25
-    result = jrl(*asked, "--out", "rows")
+    result = jrl(*command, "--out", "rows")
     assert result.exit_code != 0
     assert (
         "--search compute_optimal writes no rows; name one search, or remove --out" in result.stderr
@@ -298,10 +298,10 @@ def test_sample_prints_prompts_completions_and_rewards(replace):
 
 
 def test_sample_answers_a_prompt_once_and_more_often_when_asked(replace):
-    seen = []
+    sample_counts = []
 
     def sample_run(config, *, prompts, count, samples, checkpoint):
-        seen.append(samples)
+        sample_counts.append(samples)
         fields = {"prompt": "2?", "completion": "4", "step": 3, "group": 0}
         return [fields | {"member": m} for m in range(samples or 2)]
 
@@ -312,11 +312,11 @@ def test_sample_answers_a_prompt_once_and_more_often_when_asked(replace):
     assert three[2::3] == [f"    step 3  group 0  member {m}" for m in range(3)]
     jrl("sample", "seed=1", "-p", "2?", "sampling.group=5")
     jrl("sample", "seed=1")
-    assert seen == [1, 3, None, None]
+    assert sample_counts == [1, 3, None, None]
 
 
 def test_sample_shows_an_episode_turn_by_turn_in_the_environment_asked_for(replace):
-    said = [
+    turns = [
         {"by": "policy", "text": "call", "tokens": 2, "paid": 0.0},
         {"by": "environment", "text": " 42 ", "tokens": 1, "paid": 0.0},
         {"by": "policy", "text": "42", "tokens": 2, "paid": 1.0},
@@ -324,7 +324,7 @@ def test_sample_shows_an_episode_turn_by_turn_in_the_environment_asked_for(repla
 
     def sample_run(config, *, prompts, count, samples, checkpoint):
         assert config.data.env == "nim"
-        return [{"prompt": "6*7?", "completion": "", "turns": said, "length": 5}]
+        return [{"prompt": "6*7?", "completion": "", "turns": turns, "length": 5}]
 
     replace("jrl.evaluate", sample_run=sample_run)
     result = jrl("sample", "seed=1", "--env", "nim")
@@ -356,13 +356,13 @@ def test_report_prints_the_page(run_dir):
 
 
 def test_methods_lists_them_for_people_and_for_scripts():
-    listed = json.loads(jrl("methods", "--json").stdout)
-    assert {"name", "paper", "family"} <= listed[0].keys()
-    assert "grpo" in {item["name"] for item in listed}
+    methods = json.loads(jrl("methods", "--json").stdout)
+    assert {"name", "paper", "family"} <= methods[0].keys()
+    assert "grpo" in {item["name"] for item in methods}
     lines = jrl("methods", "--all").stdout.splitlines()
     assert lines[0].split() == ["name", "family", "runs", "arxiv", "summary"]
-    assert len(lines) == len(listed) + 1  # a row is never wrapped
-    for item, line in zip(listed, lines[1:], strict=True):
+    assert len(lines) == len(methods) + 1  # a row is never wrapped
+    for item, line in zip(methods, lines[1:], strict=True):
         assert line.split()[:3] == [
             *(item["name"], item["family"], "partly" if item["unsupported"] else "yes")
         ]
@@ -380,10 +380,10 @@ def test_methods_shows_those_used_most_first():
 
     lines = jrl("methods").stdout.splitlines()
     heads = [line.removesuffix(":") for line in lines if line.endswith(":")]
-    shown = [line.split()[0] for line in lines if line.startswith("  ")]
+    names = [line.split()[0] for line in lines if line.startswith("  ")]
     assert heads == [*COMMON]
-    assert shown == [name for names in COMMON.values() for name in names]
-    assert shown[:3] == ["grpo", "dr_grpo", "dapo"]
+    assert names == [name for names in COMMON.values() for name in names]
+    assert names[:3] == ["grpo", "dr_grpo", "dapo"]
     for line in lines[:-1]:
         assert line.endswith(":") or line.endswith(all_methods()[line.split()[0]].summary)
     assert f"--all` lists all {len(all_methods())};" in lines[-1]
@@ -413,10 +413,10 @@ def test_difficulties_that_are_no_number(difficulty):
 
 
 def test_an_unknown_method_names_its_neighbours_alone():
-    said = jrl("methods", "gropo").stderr
-    assert len(said) < 250
-    assert "'grpo'" in said
-    assert "`jrl methods` lists them" in said
+    error = jrl("methods", "gropo").stderr
+    assert len(error) < 250
+    assert "'grpo'" in error
+    assert "`jrl methods` lists them" in error
     assert "none is like it" in jrl("methods", "zzzzzz").stderr
 
 
@@ -433,9 +433,9 @@ def test_a_method_of_ones_own_is_shown(tmp_path, monkeypatch):
     plain = jrl("methods", "mine.py:plain").stdout
     assert "A method of mine." in plain
     assert "scale  (default 2.0; any)" in plain
-    shown = jrl("methods", "mine.py:mine").stdout
-    assert "clip_high  (default 0.28;" in shown
-    assert "power  (default 1.0;" in shown
+    output = jrl("methods", "mine.py:mine").stdout
+    assert "clip_high  (default 0.28;" in output
+    assert "power  (default 1.0;" in output
 
 
 def test_short_help():
@@ -486,13 +486,13 @@ def test_the_run_directory_in_quotes_survives_odd_names(tmp_path):
     odd = tmp_path / 'a "b" \\c'
     config = load_config(None, [f"run.dir={json.dumps(str(odd))}"])
     RunWriter(config)
-    shown = json.loads(jrl("show-config", "--json", odd).stdout)
-    assert shown["run"]["dir"] == str(odd)
+    settings = json.loads(jrl("show-config", "--json", odd).stdout)
+    assert settings["run"]["dir"] == str(odd)
     assert config_hash(load_config(odd / "config.toml")) == config_hash(config)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["serve", ""], "RUN = ''; name a configuration file or a run directory"),
         (["train", "  "], "RUN = '  '; name a configuration file or a run directory"),
@@ -500,9 +500,9 @@ def test_the_run_directory_in_quotes_survives_odd_names(tmp_path):
         (["compare", "data.task=sorting", "--methods", "grpo,"], "--methods 'grpo,': a name is"),
     ],
 )
-def test_an_empty_name_is_told_as_it_was_given(arguments, said):
+def test_an_empty_name_is_told_as_it_was_given(arguments, message):
     result = jrl(*arguments)
-    assert (result.exit_code, said in result.stderr) == (2, True), result.stderr
+    assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
 
 
 def test_tables_have_no_empty_rows_and_counts_no_decimals(capsys):

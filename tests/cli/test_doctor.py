@@ -29,18 +29,18 @@ def caches(monkeypatch, tmp_path):
 def test_the_machine(tmp_path):
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub" / "blob").write_bytes(b"x" * 2_000_000)
-    found = doctor.examine()
-    assert "8 x cpu" in found["devices"]
-    assert "GiB memory available" in found["host"]
-    assert found["hub_cache"] == f"{tmp_path / 'hub'}, 2 MB; offline (HF_HUB_OFFLINE)"
-    assert found["compile_cache"] == "off"
-    assert found["extra_math"] == "installed" or "pip install" in found["extra_math"]
+    report = doctor.examine()
+    assert "8 x cpu" in report["devices"]
+    assert "GiB memory available" in report["host"]
+    assert report["hub_cache"] == f"{tmp_path / 'hub'}, 2 MB; offline (HF_HUB_OFFLINE)"
+    assert report["compile_cache"] == "off"
+    assert report["extra_math"] == "installed" or "pip install" in report["extra_math"]
 
 
 def test_extras_that_are_missing_come_with_the_line(monkeypatch):
     monkeypatch.setattr(doctor, "missing", lambda requirements: ["some-package"])
-    said = doctor.examine()["extra_wandb"]
-    assert said == f"missing some-package: {extras.install_line('wandb')}"
+    line = doctor.examine()["extra_wandb"]
+    assert line == f"missing some-package: {extras.install_line('wandb')}"
 
 
 def test_a_run_that_lacks_nothing(tmp_path):
@@ -55,9 +55,9 @@ def test_everything_that_is_lacking_is_named_at_once(monkeypatch):
     monkeypatch.setattr(lacking, "missing", lambda requirements: requirements)
     wrong = ["method=grop", "model.path=org/none", "data.train=none.jsonl", "mesh.tensor=64"]
     wrong += ["rewards={maht={}}", "log.to=wandb:mine"]
-    found = obstacles(load_config(None, wrong))
+    problems = obstacles(load_config(None, wrong))
     for part in ("'grop'", "org/none", "none.jsonl", "'maht'", "needs 64 devices", "extra wandb"):
-        assert sum(part in line for line in found) == 1, (part, found)
+        assert sum(part in line for line in problems) == 1, (part, problems)
 
 
 def test_rows_templates_and_columns_are_looked_at(tmp_path, monkeypatch):
@@ -65,21 +65,23 @@ def test_rows_templates_and_columns_are_looked_at(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text(lines([{"question": "a?", "answer": "1"}]))
     (tmp_path / "mine.py").write_text("def f(completions, level):\n    return [0.0]\n")
     names = [f"model.path={json.dumps(str(model))}", f"data.train={tmp_path / 'a.jsonl'}"]
-    found = obstacles(load_config(None, [*names, "data.fields.question=ask"]))
-    assert any("ask" in line for line in found), found
-    own = f"rewards={{{json.dumps(f'{tmp_path}/mine.py:f')}={{}}}}"
-    found = obstacles(load_config(None, [*names, own]))
-    assert any("takes level, and the data has no such column" in line for line in found), found
+    problems = obstacles(load_config(None, [*names, "data.fields.question=ask"]))
+    assert any("ask" in line for line in problems), problems
+    reward = f"rewards={{{json.dumps(f'{tmp_path}/mine.py:f')}={{}}}}"
+    problems = obstacles(load_config(None, [*names, reward]))
+    assert any("takes level, and the data has no such column" in line for line in problems), (
+        problems
+    )
     monkeypatch.setattr(reward_text, "missing", lambda requirements: requirements)
-    found = obstacles(load_config(None, names))
-    assert found == [reward_text.missing_math(load_config(None, names))]
-    assert found[0].endswith(extras.install_line("math"))
+    problems = obstacles(load_config(None, names))
+    assert problems == [reward_text.missing_math(load_config(None, names))]
+    assert problems[0].endswith(extras.install_line("math"))
     assert not reward_text.missing_math(load_config(None, [*names, "rewards={exact={}}"]))
 
 
 def test_a_run_that_is_refused_names_all_that_is_wrong(tmp_path):
     (tmp_path / "mine.py").write_text("def f(samples, level):\n    return [0.0]\n")
-    own, none = (json.dumps(f"{tmp_path}/mine.py:{name}") for name in ("f", "g"))
+    defined, none = (json.dumps(f"{tmp_path}/mine.py:{name}") for name in ("f", "g"))
     wrong = ["data.task=srting", "method=grop", "optimizer.name=adm", "mesh.tensor=64", SIZES]
     config = load_config(None, [*wrong, f"run.dir={tmp_path / 'run'}"])
     with pytest.raises(UserError) as caught:
@@ -88,31 +90,31 @@ def test_a_run_that_is_refused_names_all_that_is_wrong(tmp_path):
     assert keys[:3] == ["data.task", "method", "optimizer.name"]
     assert keys[3] == "mesh.tensor"
     wrong = ["data.task=sorting", "objective.kl_cof=1", "objective.epochs=0", SIZES]
-    wrong += [f"rewards={{{own}={{}}, {none}={{}}}}", f"run.dir={tmp_path / 'run'}"]
+    wrong += [f"rewards={{{defined}={{}}, {none}={{}}}}", f"run.dir={tmp_path / 'run'}"]
     with pytest.raises(UserError) as caught:
         train(load_config(None, wrong), echo=print)
-    lines_said = str(caught.value).splitlines()
-    assert len(lines_said) == 4
+    error_lines = str(caught.value).splitlines()
+    assert len(error_lines) == 4
     for part in ("objective.kl_cof = 1", "epochs = 0", "f(samples, level) needs it", "no function"):
-        assert sum(part in line for line in lines_said) == 1, (part, lines_said)
+        assert sum(part in line for line in error_lines) == 1, (part, error_lines)
     assert not (tmp_path / "run").exists()
 
 
 def test_an_error_is_not_said_twice_because_it_counts_otherwise(monkeypatch):
     config = load_config(None, ["data.task=sorting", SIZES])
     monkeypatch.setattr(lacking, "obstacles", lambda config: ["a.jsonl, 2 rows", "seed = 1"])
-    said = lacking.with_others(UserError("a.jsonl, 500 rows"), config)
-    assert str(said).splitlines() == ["a.jsonl, 500 rows", "seed = 1"]
+    error = lacking.with_others(UserError("a.jsonl, 500 rows"), config)
+    assert str(error).splitlines() == ["a.jsonl, 500 rows", "seed = 1"]
 
 
 def test_a_configuration_that_is_wrong_hides_nothing(tmp_path):
     wrong = CliRunner().invoke(app, ["doctor", "sampling.grup=1", "train.stps=2", "--json"])
-    said = json.loads(wrong.stdout)
+    report = json.loads(wrong.stdout)
     assert wrong.exit_code == 1
-    assert [line.split(" = ")[0] for line in said["lacks"]] == [
+    assert [line.split(" = ")[0] for line in report["lacks"]] == [
         *("unknown key sampling.grup", "unknown key train.stps")
     ]
-    assert "cpu" in said["devices"]
+    assert "cpu" in report["devices"]
 
 
 def test_the_command_prints_it_and_its_exit_code_says_so():

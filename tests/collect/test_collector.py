@@ -30,8 +30,8 @@ PLAIN = get_method("grpo")
 class Script:
     """Groups whose tokens say which position they are of; good ones have unequal rewards."""
 
-    def __init__(self, good, baseline=False, listed=False):
-        self.good, self.baseline, self.listed = set(good), baseline, listed
+    def __init__(self, good, baseline=False, as_list=False):
+        self.good, self.baseline, self.listed = set(good), baseline, as_list
         self.calls = []
 
     def order(self, tickets):
@@ -39,8 +39,8 @@ class Script:
 
     def prompts(self, key, rows):
         rows = np.asarray(rows)
-        listed = [f"prompt {i}" for i in rows.tolist()]
-        return (listed if self.listed else {"id": rows}), listed
+        texts = [f"prompt {i}" for i in rows.tolist()]
+        return (texts if self.listed else {"id": rows}), texts
 
     def finish(self, complete):
         assert complete
@@ -107,9 +107,9 @@ def test_without_an_editor_everything_is_kept():
     assert batch.tokens.sharding.mesh == MESH
 
 
-@pytest.mark.parametrize("listed", [False, True])
-def test_refilling_until_the_batch_is_full(listed):
-    script = Script(good=[101, 103, 106, 108, 109], listed=listed)
+@pytest.mark.parametrize("as_list", [False, True])
+def test_refilling_until_the_batch_is_full(as_list):
+    script = Script(good=[101, 103, 106, 108, 109], as_list=as_list)
     batch, groups, cursor = collected(script, editing(refill(max_rounds=10)))
     assert script.calls == [
         (3, [100, 101, 102, 103]),
@@ -117,15 +117,15 @@ def test_refilling_until_the_batch_is_full(listed):
         (3, [108, 109, 110, 111]),
     ]
     assert cursor == 112
-    kept = [101, 103, 106, 108]  # in the order drawn; one too many is left out
-    assert batch.tokens[:, 0, 0].tolist() == kept
-    assert batch.prompt_tokens[:, 0].tolist() == kept
-    assert np.asarray(batch.rewards)[:, 0, 1].tolist() == kept
-    if listed:
-        assert groups.subject == [f"prompt {i}" for i in kept]
+    expected = [101, 103, 106, 108]  # in the order drawn; one too many is left out
+    assert batch.tokens[:, 0, 0].tolist() == expected
+    assert batch.prompt_tokens[:, 0].tolist() == expected
+    assert np.asarray(batch.rewards)[:, 0, 1].tolist() == expected
+    if as_list:
+        assert groups.subject == [f"prompt {i}" for i in expected]
     else:
-        assert groups.subject["id"].tolist() == kept
-    assert groups.rollout.tokens[:, 0, 0].tolist() == kept
+        assert groups.subject["id"].tolist() == expected
+    assert groups.rollout.tokens[:, 0, 0].tolist() == expected
     assert bool(batch.members.all())
     assert with_slot_use(groups.counts) == {
         "slot_use": 0.8,  # of all draws: 7, 8 and 9 tokens of 10 slot-steps each
@@ -190,15 +190,15 @@ def test_baselines_do_not_make_a_group_good():
 
 
 def test_an_edit_sees_weighted_scores():
-    seen = []
+    views = []
 
     def keep(groups, view):
-        seen.append((np.asarray(groups.score()), np.asarray(groups.members())))
+        views.append((np.asarray(groups.score()), np.asarray(groups.members())))
         return groups
 
     edits = {"edits": (edit_of(keep),)}
     collected(Script(good=[101], baseline=True), editing(edits), prompts=2)
-    scores, members = seen[0]
+    scores, members = views[0]
     np.testing.assert_allclose(scores[0], [50.0, 50.0, 57.0])
     np.testing.assert_allclose(scores[1], [51.5, 50.5, 57.5])
     assert members.tolist() == [[True, True, False]] * 2
@@ -206,18 +206,18 @@ def test_an_edit_sees_weighted_scores():
 
 @pytest.mark.parametrize("changes", [{}, refill(max_rounds=2)])
 def test_the_rewards_seam(changes):
-    seen = []
+    first_tokens = []
 
     def rewards(groups, view):
-        seen.append(groups.rollout.tokens[:, 0, 0].tolist())
-        edited = np.array(groups.rewards)
-        edited[:, 1, 0] = 5.0  # now every group has a spread
-        return groups.replace(rewards=edited)
+        first_tokens.append(groups.rollout.tokens[:, 0, 0].tolist())
+        rewards_with_spread = np.array(groups.rewards)
+        rewards_with_spread[:, 1, 0] = 5.0  # now every group has a spread
+        return groups.replace(rewards=rewards_with_spread)
 
     method = editing(changes)._replace(rewards=rewards)
     batch, groups, _ = collected(Script(good=()), method)
     # Also before a plan's round, which then draws nothing more.
-    assert seen == [[100, 101, 102, 103]] * (1 + bool(changes))
+    assert first_tokens == [[100, 101, 102, 103]] * (1 + bool(changes))
     assert np.asarray(batch.rewards)[:, 1, 0].tolist() == [5.0] * 4
     assert np.asarray(groups.rewards)[:, 1, 0].tolist() == [5.0] * 4
     assert bool(batch.members.all())
@@ -274,11 +274,11 @@ class Letters:
 def test_completions_without_points_leave_their_group(baseline):
     """And the advantages are those of the group without them; a lost baseline takes the group."""
     nan = np.nan
-    drawn = jax.device_get(Script([], baseline=baseline).draw(request_for(2)))
+    sampled_groups = jax.device_get(Script([], baseline=baseline).draw(request_for(2)))
     prompts = [Prompt(i, "?", np.zeros(P, np.int32), "1", {}) for i in range(2)]
     pool = Pool([1.0, nan, 0.5, 0.0, 1.0, nan])
     source = TextSource(prompts, P, None, None, None, pool, Letters())
-    groups = source.judge(prompts, prompts, drawn.rollout)
+    groups = source.judge(prompts, prompts, sampled_groups.rollout)
     batch = to_batch(groups.rollout, groups.rewards, np.ones(1, np.float32))
     if baseline:
         assert batch.members.tolist() == [[True, False, False], [False, False, False]]
@@ -293,8 +293,8 @@ def test_completions_without_points_leave_their_group(baseline):
 
 
 def test_answers_are_told_apart_by_what_they_say():
-    said = [r"so \boxed{12}", "it is 3 and 12", "#### 12\nbye", "13", "no number", "no  number"]
-    numbers = [answer_number(text) for text in said]
+    texts = [r"so \boxed{12}", "it is 3 and 12", "#### 12\nbye", "13", "no number", "no  number"]
+    numbers = [answer_number(text) for text in texts]
     assert numbers[0] == numbers[1] == numbers[2]
     assert len({*numbers}) == 4
     assert all(0 <= x < 2**31 for x in numbers)
@@ -304,27 +304,33 @@ def test_completions_of_tasks_are_told_apart_by_their_tokens():
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 12, (4096, 4)).astype(np.int32)
     lengths = rng.integers(0, 5, 4096).astype(np.int32)
-    found = np.asarray(jax.vmap(completion_number)(tokens, lengths))
-    known = {}
-    for row, length, number in zip(tokens.tolist(), lengths.tolist(), found.tolist(), strict=True):
-        known.setdefault(tuple(row[:length]), set()).add(number)
-    assert all(len(numbers) == 1 for numbers in known.values())
-    assert len({n for numbers in known.values() for n in numbers}) == len(known) > 1000
+    completion_numbers = np.asarray(jax.vmap(completion_number)(tokens, lengths))
+    numbers_by_tokens = {}
+    for row, length, number in zip(
+        tokens.tolist(), lengths.tolist(), completion_numbers.tolist(), strict=True
+    ):
+        numbers_by_tokens.setdefault(tuple(row[:length]), set()).add(number)
+    assert all(len(numbers) == 1 for numbers in numbers_by_tokens.values())
+    assert (
+        len({n for numbers in numbers_by_tokens.values() for n in numbers})
+        == len(numbers_by_tokens)
+        > 1000
+    )
 
 
 @pytest.mark.parametrize("lines", [(), (4, 7)])
 def test_lines_of_a_text_are_steps_where_a_method_wants_it(lines):
     """By hand, with two ids that end a line; each belongs to the line that it ends."""
     prompts = [Prompt(0, "?", np.zeros(P, np.int32), "1", {})]
-    drawn = jax.device_get(Script([]).draw(request_for(1))).rollout
-    tokens = np.array([[[5, 4, 4, 6, 7, 5][: drawn.tokens.shape[2]]] * drawn.tokens.shape[1]])
-    drawn = drawn.replace(tokens=tokens)
-    program = lambda *asked: (drawn, np.int32(1))  # noqa: E731
+    rollout = jax.device_get(Script([]).draw(request_for(1))).rollout
+    tokens = np.array([[[5, 4, 4, 6, 7, 5][: rollout.tokens.shape[2]]] * rollout.tokens.shape[1]])
+    rollout = rollout.replace(tokens=tokens)
+    program = lambda *args: (rollout, np.int32(1))  # noqa: E731
     source = TextSource(prompts, P, None, program, None, None, Letters(), lines=lines)
     ids = source.draw(request_for(1)).ids
-    wanted = [0, 0, 1, 2, 2, 3][: tokens.shape[2]]
+    steps = [0, 0, 1, 2, 2, 3][: tokens.shape[2]]
     assert ("step" in ids) == bool(lines)
-    assert not lines or ids["step"].tolist() == [[wanted] * tokens.shape[1]]
+    assert not lines or ids["step"].tolist() == [[steps] * tokens.shape[1]]
 
 
 def test_which_methods_have_lines_for_steps():

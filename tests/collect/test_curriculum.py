@@ -72,7 +72,7 @@ class Run:
         self.collector = Collector(self.source, setting, mesh, rounds=self.rounds, notes=notes)
 
     def notes(self):
-        """What a checkpoint holds, written and read again."""
+        """State of a checkpoint, written and read again."""
         return json.loads(json.dumps(self.collector.notes(), default=lambda x: x.tolist()))
 
     def step(self, number, cursor=0):
@@ -113,8 +113,8 @@ class World:
     def problems(self, step):
         """All problems of the round that a step is in, by steps from different tickets."""
         size = int(self.run.step(step).counts["hard_problems"])
-        drawn = [self.run.step(step, cursor=i).subject[0].id for i in range(size)]
-        return drawn
+        ids = [self.run.step(step, cursor=i).subject[0].id for i in range(size)]
+        return ids
 
 
 def test_problems_that_are_mostly_failed_are_drawn_until_the_next_round():
@@ -163,7 +163,7 @@ class Village:
     """Problems are failed by name, writers write by rule, and chances are in the text."""
 
     def __init__(self, write=None):
-        self.lost, self.asked = {"q1", "q3"}, []
+        self.lost, self.requests = {"q1", "q3"}, []
         self._write = write or (lambda failed, count, seed: [f"{f}+0.5" for f in failed])
         self.prompts = Problems(PROMPTS[:4], self.make)
         rule = written_problems(steps=3, problems=5, low=0.05, high=0.75)
@@ -171,7 +171,7 @@ class Village:
         self.run = Run(rule, self.draw, [0.0, 2.0], problems=self.prompts, host=host)
 
     def write(self, failed, count, seed):
-        self.asked.append((list(failed), count, seed))
+        self.requests.append((list(failed), count, seed))
         return self._write(failed, count, seed)
 
     def make(self, row):
@@ -206,27 +206,27 @@ DATA = ["q0", "q1", "q2", "q3"]
 def test_problems_like_the_failed_ones_join_those_of_the_data():
     village = Village()
     assert village.step(1) == village.step(2) == DATA
-    assert not village.asked
+    assert not village.requests
     village.lost = {"q1"}  # nobody asks about the last phase any more
     assert [p.text for p in village.run.step(3, cursor=3).subject] == ["q3", "q1+0.5", "q3+0.5"]
-    ((failed, count, seed),) = village.asked
+    ((failed, count, seed),) = village.requests
     assert (failed, count) == (["q1", "q3"], 5)
     assert [p.id for p in village.prompts] == [10, 11, 12, 13, 14, 15]
     village.lost = {"q3+0.5"}
     village.step(5)
     village.run.step(6)
     assert [p.text for p in village.prompts] == [*DATA, "q1+0.5", "q3+0.5", "q3+0.5+0.5"]
-    assert village.asked[1][0] == ["q3+0.5"]
-    assert village.asked[1][2] != seed
+    assert village.requests[1][0] == ["q3+0.5"]
+    assert village.requests[1][2] != seed
     village.lost = set()
     village.step(7)
     village.step(9)  # nothing was failed
-    assert len(village.asked) == 2
+    assert len(village.requests) == 2
 
 
 def test_what_is_hopeless_easy_unusable_or_there_already_is_left_out():
     rows = ["a+0.04", "b+0.0501", "c+0.7499", "d+0.76", "e+nan", "unusable+0.5", "q2", "b+0.0501"]
-    village = Village(lambda *asked: [*rows, {"question": "f+0.3", "answer": "1"}])
+    village = Village(lambda *args: [*rows, {"question": "f+0.3", "answer": "1"}])
     village.step(1)
     village.run.step(3)
     assert [p.text for p in village.prompts] == [*DATA, "b+0.0501", "c+0.7499", "f+0.3"]
@@ -241,10 +241,10 @@ def test_a_resumed_run_has_what_was_written_and_what_was_failed():
     village.run.step(4, cursor=3)
     again.run.step(4, cursor=3)
     assert [p.text for p in again.prompts] == [*DATA, "q1+0.5", "q3+0.5"]
-    assert not again.asked
+    assert not again.requests
     for each in (village, again):
         each.run.step(6)
-    assert village.asked[1] == again.asked[0]
+    assert village.requests[1] == again.requests[0]
     assert [(p.id, p.text) for p in village.prompts] == [(p.id, p.text) for p in again.prompts]
 
 
@@ -262,7 +262,7 @@ def test_a_step_that_fails_leaves_nothing_written():
 
 
 def test_a_writer_that_fails_ends_nothing(caplog):
-    def fails(*asked):
+    def fails(*args):
         raise EnvError("no server")
 
     village = Village(fails)

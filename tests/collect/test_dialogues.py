@@ -49,8 +49,8 @@ def model(weights, tmp_path_factory):
 
 
 def talk(number):
-    said = ["yes", "no, 7", "it is"][number % 3]
-    turns = [("user", "2+2?"), ("assistant", "3"), ("user", "no"), ("assistant", said)]
+    answer = ["yes", "no, 7", "it is"][number % 3]
+    turns = [("user", "2+2?"), ("assistant", "3"), ("user", "no"), ("assistant", answer)]
     return [{"role": role, "content": content} for role, content in turns]
 
 
@@ -81,13 +81,13 @@ def lines(path):
 @pytest.mark.parametrize("method", ["ilql", "filtered_bc", "sft", "mc_returns", "awr"])
 def test_a_run_trains_on_a_file(method, model, talks, tmp_path, monkeypatch):
     monkeypatch.setattr(running, "write_report", lambda directory: directory)
-    said = []
+    printed = []
     more = [f"method={method}", f'run.dir="{tmp_path}/run"', "log.samples_every=1"]
-    train(config_of(model, talks, *more), echo=said.append)
-    (line,) = (line for line in said if line.startswith("data.train: "))
-    kept = 6 if method == "sft" else 5
-    assert f"2 groups of {kept} rows" in line
-    assert f"{6 - kept} without a reward" in line
+    train(config_of(model, talks, *more), echo=printed.append)
+    (line,) = (line for line in printed if line.startswith("data.train: "))
+    row_count = 6 if method == "sft" else 5
+    assert f"2 groups of {row_count} rows" in line
+    assert f"{6 - row_count} without a reward" in line
     assert "12 turns of the assistant in 6 dialogues, 5 with a reward, in 6 rows" in line
     steps = [r for r in lines(tmp_path / "run" / "metrics.jsonl") if "grad_norm" in r]
     assert len(steps) == 2
@@ -106,19 +106,19 @@ def test_the_loss_of_sft_is_the_likelihood_of_the_assistants_words(
     more = ["method=sft", f'run.dir="{tmp_path}/run"', "train.steps=1", "model.dtype=float32"]
     train(config_of(model, talks, *more), echo=lambda line: None)
     (step,) = [r for r in lines(tmp_path / "run" / "metrics.jsonl") if "grad_norm" in r]
-    network, tokenizer, found = transformer(SHAPE), load_tokenizer(model), []
+    network, tokenizer, token_logprobs = transformer(SHAPE), load_tokenizer(model), []
     for i in range(6):
         last = talk(i)[-1]["content"]
         parts = [("u:2+2?;a:", False), ("3<end>", True), ("u:no;a:", False), (f"{last}<end>", True)]
-        encoded = [(tokenizer.encode(text), own) for text, own in parts]
+        encoded = [(tokenizer.encode(text), by_assistant) for text, by_assistant in parts]
         ids = np.array([token for part, _ in encoded for token in part], np.int32)[None]
-        own = np.array([mine for part, mine in encoded for _ in part])
+        mask = np.array([mine for part, mine in encoded for _ in part])
         places = np.arange(ids.shape[1], dtype=np.int32)[None]
         hidden, _ = network.hidden(weights, ids, places, np.ones_like(ids))
         logprobs = np.asarray(jax.nn.log_softmax(network.logits(weights, hidden))[0], np.float64)
-        found += logprobs[places[0, :-1], ids[0, 1:]][own[1:]].tolist()
-    assert step["completion_tokens"] == len(found)
-    assert step["loss"] == pytest.approx(-np.mean(found), abs=1e-5)
+        token_logprobs += logprobs[places[0, :-1], ids[0, 1:]][mask[1:]].tolist()
+    assert step["completion_tokens"] == len(token_logprobs)
+    assert step["loss"] == pytest.approx(-np.mean(token_logprobs), abs=1e-5)
 
 
 def test_a_run_that_was_stopped_resumes_where_it_was(model, talks, tmp_path, monkeypatch):
@@ -129,9 +129,9 @@ def test_a_run_that_was_stopped_resumes_where_it_was(model, talks, tmp_path, mon
         train(config_of(model, talks, *base, "checkpoint.every=1", *more), echo=lambda line: None)
         return [r["loss"] for r in lines(tmp_path / name / "metrics.jsonl") if "grad_norm" in r]
 
-    whole = run("whole", "train.steps=3")
+    unbroken = run("whole", "train.steps=3")
     run("parts", "train.steps=1")
-    assert run("parts", "train.steps=3") == whole
+    assert run("parts", "train.steps=3") == unbroken
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_others_that_learn_from_any_data_are_not(method, model, talks):
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (
             ["sampling.max_new_tokens=9"],
@@ -186,8 +186,8 @@ def test_others_that_learn_from_any_data_are_not(method, model, talks):
         (["train.mode=compiled"], "train.mode = 'compiled' samples from data.task"),
     ],
 )
-def test_what_does_not_go_together_is_named(model, talks, more, said):
-    with pytest.raises(UserError, match=said):
+def test_what_does_not_go_together_is_named(model, talks, more, message):
+    with pytest.raises(UserError, match=message):
         check_trainable(build.setup(config_of(model, talks, "method=ilql", *more)))
 
 

@@ -69,7 +69,7 @@ def test_host_and_compiled_agree(network, draw, quick_jit):
     method = get_method("gigpo")
     common = {"network": network, "objective": method.objective, "optimizer": optax.sgd(0.3)}
     step, fresh = make_step(**common), partial(init_state, KEY, **common)
-    mesh, log, drawn, cursor = make_mesh({}, jax.devices()[:1]), [], [], 0
+    mesh, log, tokens, cursor = make_mesh({}, jax.devices()[:1]), [], [], 0
     setting = Setting(method, PROMPTS, GROUP, list(WEIGHTS.values()))
     collector = Collector(TaskSource(ENV, tuple(WEIGHTS), draw), setting, mesh)
     with jax.set_mesh(mesh):
@@ -79,16 +79,16 @@ def test_host_and_compiled_agree(network, draw, quick_jit):
         for i in range(STEPS):
             weights = policy_weights(state)
             batch, groups, cursor = collector.collect(state.key, weights, step=i, cursor=cursor)
-            drawn.append(batch.tokens)
+            tokens.append(batch.tokens)
             state, metrics = train(state, batch, SAMPLING)
             log.append(with_slot_use(jax.device_get(metrics | groups.counts)))
 
-    def spied(state, batch, sampling_params):
+    def record_step(state, batch, sampling_params):
         state, metrics = step(state, batch, sampling_params)
         return state, metrics | {"tokens": batch.tokens}
 
     iteration = make_iteration(
-        spied,
+        record_step,
         method=method,
         task=ENV,
         network=network,
@@ -96,10 +96,10 @@ def test_host_and_compiled_agree(network, draw, quick_jit):
         prompts=PROMPTS,
         group=GROUP,
     )
-    state_, begun = fresh(), iteration.begin(fresh())
+    state_, start = fresh(), iteration.begin(fresh())
     run = quick_jit(partial(iterate, iteration, steps=STEPS))
-    scanned, _, curves = run(state_, begun, SAMPLING)
-    assert np.array_equal(curves.pop("tokens"), np.stack(drawn))
+    scanned, _, curves = run(state_, start, SAMPLING)
+    assert np.array_equal(curves.pop("tokens"), np.stack(tokens))
     assert_close(scanned.params, state.params, 1e-5)
     assert curves.keys() == log[0].keys() >= {"turns", "slot_use"}
     for name, curve in curves.items():
@@ -124,7 +124,7 @@ def batch(groups):
 def test_rewards_stand_at_the_turns_that_earned_them(batch, groups):
     secret = np.asarray(groups.subject.state.secret)
     values, _, _ = paid().apply(batch.score(), batch, ())
-    found = 0
+    count = 0
     for n in range(8):
         for g in range(GROUP):
             expected = np.zeros(batch.mask.shape[2])
@@ -136,9 +136,9 @@ def test_rewards_stand_at_the_turns_that_earned_them(batch, groups):
                 if right:
                     assert t == last
                     expected[t] += 1  # "success" is nobody's turn: it stands at the last token
-                    found += 1
+                    count += 1
             np.testing.assert_allclose(values[n, g], expected, atol=1e-6)
-    assert found > 2
+    assert count > 2
     np.testing.assert_allclose(values.sum(2), batch.score(), atol=1e-6)
     bare, _, _ = paid().apply(batch.score(), batch.replace(stats={}), ())
     assert np.array_equal(bare, batch.score())
@@ -160,7 +160,7 @@ def test_gigpo_compares_turns_taken_in_the_same_state(batch):
 
     several = 0
     for n in range(8):
-        whole = normalised(score[n])
+        episode_advantages = normalised(score[n])
         turns = {}
         for g in range(GROUP):
             total = success[n, g]  # weight 1, at the last turn
@@ -169,21 +169,21 @@ def test_gigpo_compares_turns_taken_in_the_same_state(batch):
                     total if t == mask[n, g].nonzero()[0][-1] else 0.9 * total
                 )
                 turns.setdefault(int(state[n, g, t]), []).append((g, t, total))
-        for taken in turns.values():
-            several += len(taken) > 1
-            steps = normalised([total for *_, total in taken])
-            for (g, t, _), step in zip(taken, steps, strict=True):
-                np.testing.assert_allclose(got[n, g, t], whole[g] + step, atol=2e-3)
+        for turns_in_state in turns.values():
+            several += len(turns_in_state) > 1
+            steps = normalised([total for *_, total in turns_in_state])
+            for (g, t, _), step in zip(turns_in_state, steps, strict=True):
+                np.testing.assert_allclose(got[n, g, t], episode_advantages[g] + step, atol=2e-3)
     assert several > 8
 
 
 def test_lengths_in_losses_are_those_of_the_policys_tokens(batch):
-    own = np.asarray(batch.mask).sum(2)
-    assert (own < np.asarray(batch.lengths)).any()
-    assert np.array_equal(completion_tokens(batch), own)
+    token_counts = np.asarray(batch.mask).sum(2)
+    assert (token_counts < np.asarray(batch.lengths)).any()
+    assert np.array_equal(completion_tokens(batch), token_counts)
     penalty = overlong_penalty(2, 0)
-    values, _, _ = penalty.apply(jnp.zeros(own.shape), batch, ())
-    assert np.array_equal(values, -(own > 2).astype(np.float32))
+    values, _, _ = penalty.apply(jnp.zeros(token_counts.shape), batch, ())
+    assert np.array_equal(values, -(token_counts > 2).astype(np.float32))
     stopped = np.asarray(batch.truncated)
     assert stopped.any()
     assert np.array_equal(stopped, np.asarray(batch.rewards)[:, :, 1] == 0)
@@ -222,8 +222,8 @@ def test_a_warm_start_learns_the_turns_and_not_the_replies():
     batch = solution_batch(KEY, task=ENV, count=6).check()
     for i in range(6):
         text = ENV.tokenizer.decode(batch.tokens[i, 0, : int(batch.lengths[i, 0])].tolist())
-        drawn = np.asarray(batch.mask[i, 0, : len(text)]).tolist()
-        assert drawn == [c.isdigit() for c in text]
+        mask = np.asarray(batch.mask[i, 0, : len(text)]).tolist()
+        assert mask == [c.isdigit() for c in text]
         assert text[0] == "1"  # half of 0 to 3
     env = ENV._replace(solution=None)
     with pytest.raises(UserError, match="warmup.steps: the environment 'guess_number' has no"):
@@ -253,8 +253,8 @@ def test_a_method_that_drops_groups_cannot_have_players_in_them(network):
     )
 
     def check(config, method):
-        given = {"network": network, "model": None, "data": kind_of(config).features}
-        check_features(features_of(config, method, **given))
+        parts = {"network": network, "model": None, "data": kind_of(config).features}
+        check_features(features_of(config, method, **parts))
 
     with pytest.raises(UserError, match="'nim', of 2 players, does .* keeps some groups and drops"):
         check(both, dapo)

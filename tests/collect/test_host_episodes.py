@@ -91,12 +91,12 @@ def request_for(params, step, prompts):
 
 
 @pytest.fixture
-def made():
+def make_source():
     """make(env, ...) -> a source that is closed at the end."""
     sources = []
 
-    def make(*given, **weights):
-        sources.append(source(*given, **weights))
+    def make(*args, **weights):
+        sources.append(source(*args, **weights))
         return sources[-1]
 
     yield make
@@ -109,8 +109,8 @@ def params():
     return NETWORK.init(jax.random.key(1))
 
 
-def test_groups_hold_points_paid_and_ids(made, params):
-    source = made(digits_env(), success=3.0, reward=0.5)
+def test_groups_hold_points_paid_and_ids(make_source, params):
+    source = make_source(digits_env(), success=3.0, reward=0.5)
     groups = source.draw(request_for(params, 4, 3))
     rollout = groups.rollout.check()
     assert groups.ids["prompt"].tolist() == [10, 11, 12]
@@ -119,42 +119,44 @@ def test_groups_hold_points_paid_and_ids(made, params):
     np.testing.assert_allclose(groups.stats["paid"].sum(2), 0.5 * reward, rtol=1e-6)
     assert set(np.unique(success)) <= {0.0, 1.0}
     for i, j in np.ndindex(3, G):
-        said = TOKENIZER.decode(rollout.tokens[i, j][rollout.mask[i, j]])
-        assert reward[i, j] == pytest.approx(sum(c.isdigit() for c in said) / 6)
+        policy_text = TOKENIZER.decode(rollout.tokens[i, j][rollout.mask[i, j]])
+        assert reward[i, j] == pytest.approx(sum(c.isdigit() for c in policy_text) / 6)
         turns = groups.ids["turn"][i, j][rollout.mask[i, j]]
         assert groups.ids["stratum"][i, j] == turns.max() + 1
     one, same = groups.ids["answer"], {}
     for i, j in np.ndindex(3, G):  # one number for one text
-        own = groups.ids["turn"][i, j] == groups.ids["turn"][i, j][rollout.mask[i, j]].max()
-        text = TOKENIZER.decode(rollout.tokens[i, j][rollout.mask[i, j] & own])
+        last_turn = groups.ids["turn"][i, j] == groups.ids["turn"][i, j][rollout.mask[i, j]].max()
+        text = TOKENIZER.decode(rollout.tokens[i, j][rollout.mask[i, j] & last_turn])
         assert same.setdefault(final_answer(text) or text.strip(), one[i, j]) == one[i, j]
     assert len(set(one.ravel().tolist())) == len(same) > 1
     assert groups.counts["env/said"] == groups.counts["turns"]
-    again = made(digits_env()).draw(request_for(params, 4, 3)).rollout
+    again = make_source(digits_env()).draw(request_for(params, 4, 3)).rollout
     np.testing.assert_array_equal(again.tokens, rollout.tokens)
-    other = made(digits_env()).draw(request_for(params, 5, 3)).rollout
+    other = make_source(digits_env()).draw(request_for(params, 5, 3)).rollout
     assert (other.tokens != rollout.tokens).any()
 
 
-def test_groups_left_too_small_are_played_again(made, params, caplog):
+def test_groups_left_too_small_are_played_again(make_source, params, caplog):
     times = {}
 
     def fails(prompt):
         times[prompt.id] = times.get(prompt.id, 0) + 1
         return prompt.id == 11 and times[11] <= 3  # one living member, then four
 
-    groups = made(digits_env(fails)).draw(request_for(params, 0, 3))
+    groups = make_source(digits_env(fails)).draw(request_for(params, 0, 3))
     assert (groups.rollout.stop < StopReason.FAILED).all()
     assert groups.counts["groups_redrawn"] == 1
     assert groups.counts["env_errors"] == 3
-    broken = made(digits_env(lambda prompt: prompt.id == 11))
-    groups = broken.draw(request_for(params, 0, 3))
+    failing = make_source(digits_env(lambda prompt: prompt.id == 11))
+    groups = failing.draw(request_for(params, 0, 3))
     assert (groups.rollout.stop[1] == StopReason.FAILED).all()
     assert groups.counts["groups_redrawn"] == 2  # and then given up
     assert "environment: 4 failed: RuntimeError: no room" in caplog.text
 
 
-def test_an_episode_whose_weighted_rewards_float32_cannot_hold_fails_by_name(made, params, caplog):
+def test_an_episode_whose_weighted_rewards_float32_cannot_hold_fails_by_name(
+    make_source, params, caplog
+):
     """Each part fits, and so do the products; both together do not."""
 
     async def init(prompt, seed):
@@ -165,7 +167,7 @@ def test_an_episode_whose_weighted_rewards_float32_cannot_hold_fails_by_name(mad
         return prompt, Feedback((), (huge, huge), done=True)
 
     env = HostEnv(init, step, limits=Limits(turns=1, turn_tokens=3), parts=("a", "b"))
-    groups = made(env, a=1.0, b=0.5).draw(request_for(params, 0, 3))
+    groups = make_source(env, a=1.0, b=0.5).draw(request_for(params, 0, 3))
     failed = groups.rollout.stop == StopReason.FAILED
     assert failed.all(axis=1).tolist() == [False, True, False]
     assert groups.counts["env_errors"] == 3 * G  # played again twice, and then given up
@@ -173,19 +175,21 @@ def test_an_episode_whose_weighted_rewards_float32_cannot_hold_fails_by_name(mad
         "4 failed: the sum of its rewards, 1 * 3e+38 of a and 0.5 * 3e+38 of b, is inf"
         in caplog.text
     )
-    fine = made(env, a=1.0, b=0.1).draw(request_for(params, 0, 3))
+    fine = make_source(env, a=1.0, b=0.1).draw(request_for(params, 0, 3))
     assert (fine.rollout.stop < StopReason.FAILED).all()
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_an_episode_that_fills_its_room_is_done_unless_it_says_that_it_was_cut(made, params, cut):
+def test_an_episode_that_fills_its_room_is_done_unless_it_says_that_it_was_cut(
+    make_source, params, cut
+):
     async def init(prompt, seed):
         return None, [{"role": "user", "content": prompt.text}]
 
     async def step(state, reply):
         return state, Feedback((), 1.0, done=True, success=True, cut=cut and reply.cut)
 
-    rollout = made(HostEnv(init, step)).draw(request_for(params, 0, 3)).rollout
+    rollout = make_source(HostEnv(init, step)).draw(request_for(params, 0, 3)).rollout
     full = rollout.mask.sum(2) == T
     stops = np.where(full & cut, StopReason.LENGTH, StopReason.DONE)
     last = np.take_along_axis(rollout.tokens, rollout.mask.sum(2, keepdims=True) - 1, 2)[..., 0]
@@ -193,31 +197,33 @@ def test_an_episode_that_fills_its_room_is_done_unless_it_says_that_it_was_cut(m
     np.testing.assert_array_equal(rollout.stop, np.where(last == 1, StopReason.DONE, stops))
 
 
-def test_an_environment_is_told_the_step_and_the_split(made, params):
-    told = []
-    begin = Lifecycle(begin=lambda step, split: told.append((step, split)))
+def test_an_environment_is_told_the_step_and_the_split(make_source, params):
+    calls = []
+    begin = Lifecycle(begin=lambda step, split: calls.append((step, split)))
     env = digits_env()._replace(lifecycle=begin)
-    made(env).draw(request_for(params, 7, 1))
-    assert told == [(7, "train")]
+    make_source(env).draw(request_for(params, 7, 1))
+    assert calls == [(7, "train")]
 
 
-def test_a_group_that_could_never_be_open_is_named(made):
+def test_a_group_that_could_never_be_open_is_named(make_source):
     with pytest.raises(UserError, match=r"opens 3 episodes at once, fewer than the 4 members"):
-        made(digits_env()._replace(lifecycle=Lifecycle(at_once=3))).draw(request_for(None, 0, 1))
+        make_source(digits_env()._replace(lifecycle=Lifecycle(at_once=3))).draw(
+            request_for(None, 0, 1)
+        )
 
 
-def test_parts_that_the_environment_does_not_pay_are_named(made):
+def test_parts_that_the_environment_does_not_pay_are_named(make_source):
     with pytest.raises(UserError, match="rewards.math: the environment pays reward, success"):
-        made(digits_env(), math=1.0)
+        make_source(digits_env(), math=1.0)
 
 
-def train(made, params, steps, fails=lambda prompt: False):
+def train(make_source, params, steps, fails=lambda prompt: False):
     method = grpo()
     parts = {"network": NETWORK, "objective": method.objective, "optimizer": optax.adam(2e-2)}
     step = jax.jit(make_step(**parts))
     state, cursor, curve = init_state(KEY, params, **parts, value=None), 0, []
     mesh, weights = make_mesh({}, jax.devices()[:1]), np.array([1.0, 0.0], np.float32)
-    collector = Collector(made(digits_env(fails)), Setting(method, 4, G, weights), mesh)
+    collector = Collector(make_source(digits_env(fails)), Setting(method, 4, G, weights), mesh)
     for i in range(steps):
         batch, _, cursor = collector.collect(KEY, policy_weights(state), step=i, cursor=cursor)
         state, metrics = step(state, batch, make_sampling_params())
@@ -226,8 +232,8 @@ def train(made, params, steps, fails=lambda prompt: False):
     return curve
 
 
-def test_a_step_trains_on_the_living(made, params):
-    (reward,) = train(made, params, 1, lambda prompt: prompt.id == 11)
+def test_a_step_trains_on_the_living(make_source, params):
+    (reward,) = train(make_source, params, 1, lambda prompt: prompt.id == 11)
     assert np.isfinite(reward)
 
 
@@ -235,12 +241,12 @@ def points_of(groups):
     return dict(zip(("reward", "said", "judged"), groups.rewards.transpose(2, 0, 1), strict=True))
 
 
-def waits_for(called, env):
+def waits_for(may_end, env):
     """The environment, whose last problem is answered once somebody was called about a row."""
 
     async def step(prompt, reply):
         end = time.monotonic() + 60
-        while prompt.id == 12 and not called():
+        while prompt.id == 12 and not may_end():
             assert time.monotonic() < end, "nobody was called before all rows had ended"
             await asyncio.sleep(0.01)
         return await env.step(prompt, reply)
@@ -248,24 +254,24 @@ def waits_for(called, env):
     return env._replace(step=step)
 
 
-def test_rewards_and_judges_are_called_as_rows_end(made, params, tmp_path):
+def test_rewards_and_judges_are_called_as_rows_end(make_source, params, tmp_path):
     """The last group ends once both were called about rows; points are those of calls at the end.
 
     With slots for two of three groups the calls come from rows of the first two.
     """
     notes = tmp_path / "notes"
-    reward = make_reward(f"{JUDGES}:noted", file=str(notes))
+    reward = make_reward(f"{JUDGES}:write_note", file=str(notes))
 
     def digits(body, number):
         return f"Score: {sum(c.isdigit() for c in body['messages'][-1]['content'])}"
 
-    def drawn(url, bodies, early):
+    def draw_groups(url, bodies, early):
         table = f"judged={{function='judge', url='{url}', model='m', template='{{completion}}'}}"
         rewards = f"rewards={{reward={{}}, {table}}}"
         config = load_config(None, ["data.train=x.jsonl", "model.path=x", rewards])
         judges = judge_parts(endpoint_judges(config), TOKENIZER, 9, "train")
-        called = lambda: bool(bodies) and notes.exists()  # noqa: E731
-        inner = made(waits_for(called, digits_env()) if early else digits_env(), reward=1.0)
+        may_end = lambda: bool(bodies) and notes.exists()  # noqa: E731
+        inner = make_source(waits_for(may_end, digits_env()) if early else digits_env(), reward=1.0)
         inner._speaks = True
         with RewardPool({"said": reward}, workers=1, timeout_seconds=20.0) as pool:
             on_host = HostScorer(pool, TOKENIZER, "train", 9)
@@ -281,20 +287,22 @@ def test_rewards_and_judges_are_called_as_rows_end(made, params, tmp_path):
     results = []
     for early in (False, True):
         with judge_server(digits) as (url, bodies):
-            results.append((drawn(url, bodies, early), sorted(notes.read_text().splitlines())))
+            results.append(
+                (draw_groups(url, bodies, early), sorted(notes.read_text().splitlines()))
+            )
             notes.unlink()
-            sent = len(bodies)
+            request_count = len(bodies)
     (late, calls_late), (soon, calls_soon) = results
     for name, points in points_of(late).items():
         np.testing.assert_array_equal(points_of(soon)[name], points)
     assert calls_soon == calls_late  # one call a member: none was made twice
     assert len(calls_late) == 3 * G
-    assert soon.counts["judge_calls"] == sent == late.counts["judge_calls"]
+    assert soon.counts["judge_calls"] == request_count == late.counts["judge_calls"]
     np.testing.assert_array_equal(soon.rollout.tokens, late.rollout.tokens)
 
 
 @pytest.mark.slow
-def test_the_policy_learns_to_say_digits(made, params):
-    curve = train(made, params, 60)
+def test_the_policy_learns_to_say_digits(make_source, params):
+    curve = train(make_source, params, 60)
     assert np.mean(curve[:5]) < 0.6
     assert np.mean(curve[-5:]) > 1.2

@@ -1,4 +1,4 @@
-"""Where completions go: every token once, prompts with their block, little padding."""
+"""Packing of completions: every token once, prompts with their block, little padding."""
 
 import json
 from types import SimpleNamespace
@@ -23,21 +23,21 @@ def test_every_token_once_and_in_order(n, g, parts, shards):
     lengths[1, 0] = 0
     packing = pack(lengths, 40, parts=parts, shards=shards, threshold=9)
     for part in range(parts):
-        own = lengths[part::parts]
+        part_lengths = lengths[part::parts]
         order, members, steps, owners = (
             x[part] for x in (packing.order, packing.members, packing.steps, packing.owners)
         )
         assert sorted(order.reshape(-1).tolist()) == list(range(n // parts))
         assert len(order) % shards == 0  # a device has whole blocks
-        seen = np.zeros(own.size, int)
+        counts = np.zeros(part_lengths.size, int)
         per_block = len(members) // len(order)
         for r, row in enumerate(members):
             for c in np.flatnonzero(row >= 0):
                 member = row[c]
-                assert steps[r, c] == seen[member]  # one after the other
-                seen[member] += 1
+                assert steps[r, c] == counts[member]  # one after the other
+                counts[member] += 1
                 assert order[r // per_block, owners[r, c]] == member // g
-        assert np.array_equal(seen.reshape(own.shape), own)
+        assert np.array_equal(counts.reshape(part_lengths.shape), part_lengths)
 
 
 def test_padding_of_completions_that_end_by_themselves_is_below_five_percent():
@@ -60,8 +60,8 @@ def packed(packer, lengths):
     mask = np.arange(256) < lengths[..., None]
     batch = SimpleNamespace(lengths=lengths, mask=mask, ids={}, replace=lambda packing: packing)
     members = packer(batch).members
-    seen = np.bincount(members[members >= 0], minlength=lengths.size)
-    assert np.array_equal(seen, lengths.reshape(-1))
+    counts = np.bincount(members[members >= 0], minlength=lengths.size)
+    assert np.array_equal(counts, lengths.reshape(-1))
     return members.shape[1:], (members < 0).mean()
 
 

@@ -170,7 +170,7 @@ def test_the_order_is_a_function_of_seed_epoch_and_place(dpo):
     run = build.setup(dpo[0])
     sizes = sizes_of(*run.data.judged.values())
 
-    def seen(seed, cursor, prompts=5):
+    def row_order(seed, cursor, prompts=5):
         source = JudgedSource(run.data.judged["pairs"], sizes, seed)
         setting = Setting(run.method, prompts, 1, np.ones(1))
         collector = Collector(source, setting, run.mesh, sampled=False)
@@ -178,26 +178,26 @@ def test_the_order_is_a_function_of_seed_epoch_and_place(dpo):
         assert after == cursor + prompts
         return batch.ids["prompt"].tolist()
 
-    first, second = seen(3, 0) + seen(3, 5), seen(3, 10) + seen(3, 15)
+    first, second = row_order(3, 0) + row_order(3, 5), row_order(3, 10) + row_order(3, 15)
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
-    assert seen(3, 0, 10) == first != seen(4, 0, 10)
-    assert seen(None, 0, 10) == list(range(10))
+    assert row_order(3, 0, 10) == first != row_order(4, 0, 10)
+    assert row_order(None, 0, 10) == list(range(10))
 
 
 def test_the_evaluation_counts_every_pair_once(dpo):
     run, state = state_of(dpo[0])
     sizes = sizes_of(*run.data.judged.values())
-    judged = run.data.judged["eval"]
+    pairs_judged = run.data.judged["eval"]
 
-    def measured(listed):
-        part = run._replace(data=run.data._replace(judged={**run.data.judged, "eval": listed}))
+    def measured(rows):
+        part = run._replace(data=run.data._replace(judged={**run.data.judged, "eval": rows}))
         with jax.set_mesh(run.mesh):
             return JudgedEvaluator(part, sizes)(state)
 
-    full = measured(judged)
+    full = measured(pairs_judged)
     assert full == pytest.approx(dpo[1]["eval_after"], abs=1e-5)
-    alone = [measured([one]) for one in judged]
+    alone = [measured([one]) for one in pairs_judged]
     for name in ("pair_accuracy", "margin", "chosen_reward"):
         assert full[name] == pytest.approx(np.mean([m[name] for m in alone]), abs=1e-5), name
 
@@ -250,16 +250,18 @@ def test_a_reward_model_rewards_another_run(place, rewarder, tmp_path):
         assert record["reward/exact"] == 0
     # On pairs of the file, the reward is the value that training read.
     run = build.setup(config)
-    judged = build.setup(theirs).data.judged["eval"]
-    groups = judged_groups(judged, sizes_of(judged))
+    rows_judged = build.setup(theirs).data.judged["eval"]
+    groups = judged_groups(rows_judged, sizes_of(rows_judged))
     points = run.rewards.models["model"](groups.rollout)
     assert points[:, 0].mean() == pytest.approx(summary["eval_after"]["chosen_reward"], abs=1e-4)
     assert points[:, 1].mean() == pytest.approx(summary["eval_after"]["rejected_reward"], abs=1e-4)
     # The column stands where the configuration names the part, with other rewards or alone.
     for tables, column in (({"exact", "model"}, 1), ({"model"}, 0)):
         weights = dict.fromkeys(sorted(tables), 1.0)
-        drawn = groups._replace(rewards=np.full((len(judged), 2, column), 7.0, np.float32))
-        source = SimpleNamespace(draw=lambda request, drawn=drawn: drawn)
+        sampled_groups = groups._replace(
+            rewards=np.full((len(rows_judged), 2, column), 7.0, np.float32)
+        )
+        source = SimpleNamespace(draw=lambda request, sampled_groups=sampled_groups: sampled_groups)
         rest = [name for name in weights if name != "model"]
         stages, request = [model_stage(run.rewards)], SimpleNamespace(step=0)
         rewards = JudgedParts(source, rest, stages, list(weights)).draw(request).rewards
@@ -318,8 +320,8 @@ def test_a_value_network_starts_from_a_reward_model(place, rewarder, tmp_path):
 def test_an_ensemble_of_runs(place, rewarder, tmp_path):
     """The least of two equal models is either; linked, a probability."""
     run, _ = state_of(rewarder[0])
-    judged = run.data.judged["eval"]
-    rollout = judged_groups(judged, sizes_of(judged)).rollout
+    rows_judged = run.data.judged["eval"]
+    rollout = judged_groups(rows_judged, sizes_of(rows_judged)).rollout
     path = json.dumps(rewarder[0].run.dir)
 
     def points(keys):
@@ -425,8 +427,8 @@ def test_demonstrations_are_a_reward_and_a_measure_of_difficulty(place, tmp_path
     """DR-IRL: a reward from demonstrations, then GRPO scaled by how far samples are from them."""
     more = ("method=ml_irl", "objective.square_coef=0.1", "train.microbatches=1", "train.steps=8")
     more += ("eval.every=0", "checkpoint.every=0")
-    shown = settings(place, tmp_path / "rm", "reward_model.toml", *more)
-    summary, _ = finish(shown)
+    like_config = settings(place, tmp_path / "rm", "reward_model.toml", *more)
+    summary, _ = finish(like_config)
     assert summary["eval_after"]["margin"] > 0.1
     (tmp_path / "letters.py").write_text(
         "def encode(texts):\n    return [[t.count(c) + 0.1 for c in 'abcdz'] for t in texts]\n"
@@ -437,7 +439,7 @@ def test_demonstrations_are_a_reward_and_a_measure_of_difficulty(place, tmp_path
     changes = (
         *("method=dr_irl", "data.pairs=", "data.eval=", f"data.train={path}"),
         *("sampling.group=4", "sampling.max_new_tokens=6", "train.steps=2", "eval.every=0"),
-        f"rewards={{model={{path={json.dumps(shown.run.dir)}}},"
+        f"rewards={{model={{path={json.dumps(like_config.run.dir)}}},"
         f" like={{{like}, encoder='{tmp_path}/letters.py:encode'}}}}",
         *("reward_pool.workers=0", "data.template=chat", "data.fields.solution=shown"),
     )
@@ -502,8 +504,8 @@ def test_wanted_answers_become_likelier(place, tmp_path):
 def points_of(config, **keys):
     """[N, G]: points of a run's pairs by its own model, as a reward part with these keys."""
     run, _ = state_of(config)
-    judged = run.data.judged["pairs"]
-    rollout = judged_groups(judged, sizes_of(judged)).rollout
+    rows_judged = run.data.judged["pairs"]
+    rollout = judged_groups(rows_judged, sizes_of(rows_judged)).rollout
     part = {"function": "model", "path": config.run.dir, **keys}
     asks = config.model_copy(update={"rewards": {"r": RewardTable(**part)}})
     model = load_reward_models(asks, parts_of(asks), run.mesh).models["r"]
@@ -549,11 +551,11 @@ def test_a_reward_model_tells_responses_of_a_later_policy_apart(place, tmp_path)
         {"prompt": r["prompt"], "responses": [r["chosen"], r["rejected"]], "scores": [1.0, 0.0]}
         for r in pairs(0, 8)
     ]
-    drawn = [
+    sampled_rows = [
         {"prompt": r["prompt"], "responses": ["ab", "mz", "qa"], "scores": [0.0, 0.0, 0.0]}
         for r in pairs(8, 8)
     ]
-    rows = [row for both in zip(ranked, drawn, strict=True) for row in both]
+    rows = [row for both in zip(ranked, sampled_rows, strict=True) for row in both]
     path = json.dumps(str(write_rows(tmp_path / "rows.jsonl", rows)))
     more = (f"data.pairs={path}", "train.microbatches=1", "train.steps=12", "train.prompts=8")
     more += ("eval.every=0", "checkpoint.every=0")
@@ -623,9 +625,9 @@ def test_pairs_of_a_task_are_read_with_its_tokenizer(place, tmp_path):
     task = build.setup(load_config(None, [x for x in TASK if "=" in x])).task
     rows = []
     problems = jax.jit(jax.vmap(lambda key: task.generate(key, "train")))
-    drawn = jax.device_get(problems(jax.random.split(jax.random.key(0), 4)))
+    problem_batch = jax.device_get(problems(jax.random.split(jax.random.key(0), 4)))
     for i in range(4):
-        prompt, answer = task.render(jax.tree.map(lambda x, i=i: x[i], drawn))
+        prompt, answer = task.render(jax.tree.map(lambda x, i=i: x[i], problem_batch))
         rows.append({"prompt": prompt, "chosen": answer, "rejected": answer[:-1] + "?"})
     path = json.dumps(str(write_rows(tmp_path / "task.jsonl", rows)))
     more = (*TASK, f"data.pairs={path}", f"data.eval={path}")
@@ -639,7 +641,7 @@ def test_pairs_of_a_task_are_read_with_its_tokenizer(place, tmp_path):
     assert first.completions[0][-1] == task.stop_id
 
 
-def refused(place, tmp_path, *more, config="dpo.toml"):
+def error_of(place, tmp_path, *more, config="dpo.toml"):
     def check():
         check_trainable(build.setup(settings(place, tmp_path / "run", config, *more)))
 
@@ -657,8 +659,8 @@ def test_rows_with_a_rationale_or_with_scores_are_trained_on(place, tmp_path, na
         for i, row in enumerate(pairs(0, 8))
     ]
     write_rows(tmp_path / "rows.jsonl", rows)
-    held = rows if name == "reward_augmented_dpo" else list(pairs(40, 6))
-    write_rows(tmp_path / "held.jsonl", held)
+    eval_rows = rows if name == "reward_augmented_dpo" else list(pairs(40, 6))
+    write_rows(tmp_path / "held.jsonl", eval_rows)
     more = [f"method={name}", "train.steps=2", "sampling.max_new_tokens=24"]
     more += [f"data.pairs={tmp_path}/rows.jsonl", f"data.eval={tmp_path}/held.jsonl"]
     more += ["data.overlong=truncate", "eval.every=0", "checkpoint.every=0"]
@@ -671,7 +673,7 @@ def test_rows_with_a_rationale_or_with_scores_are_trained_on(place, tmp_path, na
 
 def test_what_does_not_go_together_is_said(place, rewarder, tmp_path):
     def say(*more, **kind):
-        return refused(place, tmp_path, *more, **kind)
+        return error_of(place, tmp_path, *more, **kind)
 
     labels = [{"prompt": "say a", "completion": "a", "label": True}]
     path = json.dumps(str(write_rows(tmp_path / "labels.jsonl", labels)))
@@ -696,8 +698,10 @@ def test_a_token_that_the_model_has_no_row_for_is_named_with_its_row(place, tmp_
     rows = [{"prompt": [1], "responses": [[2, last], [3]], "scores": [1, 0]} for last in (31, 32)]
     path = json.dumps(str(write_rows(tmp_path / "ids.jsonl", rows)))
     ids = (f"data.pairs={path}", "data.eval=", "train.prompts=2")
-    said = refused(place, tmp_path, *ids)
-    assert "ids.jsonl': a response of row 2 holds token id 32, and the model's vocabulary" in said
+    message = error_of(place, tmp_path, *ids)
+    assert (
+        "ids.jsonl': a response of row 2 holds token id 32, and the model's vocabulary" in message
+    )
     rows[1]["responses"][0][1] = 31
     write_rows(tmp_path / "ids.jsonl", rows)
     assert build.setup(settings(place, tmp_path / "run", "dpo.toml", *ids))
@@ -708,7 +712,7 @@ def test_a_reward_model_that_cannot_serve_is_refused(place, dpo, rewarder, tmp_p
     text = ("method=grpo", "objective={}", "data.pairs=", "data.eval=")
 
     def say(reward, *more):
-        return refused(
+        return error_of(
             place, tmp_path, *text, f"data.train={questions}", f"rewards={{model={reward}}}", *more
         )
 

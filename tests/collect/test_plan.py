@@ -41,36 +41,36 @@ def draw_toy(asks, *, key, step):
     root = stream(key, "sample", step)
 
     def member(ticket, row, number):
-        own = jax.random.fold_in(jax.random.fold_in(root, ticket), number)
-        return jax.random.uniform(own) < (row + 1) / (ROWS + 1), jax.random.bits(own) >> 8
+        key = jax.random.fold_in(jax.random.fold_in(root, ticket), number)
+        return jax.random.uniform(key) < (row + 1) / (ROWS + 1), jax.random.bits(key) >> 8
 
     right, bits = jax.vmap(jax.vmap(member, (None, None, 0)))(
         jnp.asarray(ask.ticket), jnp.asarray(ask.row), number
     )
-    there = number >= 0
+    is_live = number >= 0
     tokens = (bits[:, :, None] >> jnp.arange(T)[None, None]).astype(jnp.int32) % 7
-    mask = jnp.broadcast_to(there[:, :, None], tokens.shape)
+    mask = jnp.broadcast_to(is_live[:, :, None], tokens.shape)
     rollout = Rollout(
         prompt_tokens=jnp.broadcast_to(jnp.asarray(ask.row)[:, None], (a, 2)).astype(jnp.int32),
         prompt_lengths=jnp.full(a, 2, jnp.int32),
         tokens=jnp.where(mask, tokens, 0),
-        lengths=jnp.where(there, T, 0).astype(jnp.int32),
+        lengths=jnp.where(is_live, T, 0).astype(jnp.int32),
         mask=mask,
         sampler_logprobs=jnp.where(mask, -0.5, 0.0),
         versions=jnp.where(mask, step, -1).astype(jnp.int32),
-        stop=jnp.where(there, StopReason.STOP_TOKEN, StopReason.ABSENT).astype(jnp.int32),
+        stop=jnp.where(is_live, StopReason.STOP_TOKEN, StopReason.ABSENT).astype(jnp.int32),
         baseline=jnp.zeros((a, w), bool),
     )
-    rewards = jnp.where(there, right, 0.0)[:, :, None].astype(jnp.float32)
-    counts = {"slot_steps": there.sum()}
+    rewards = jnp.where(is_live, right, 0.0)[:, :, None].astype(jnp.float32)
+    counts = {"slot_steps": is_live.sum()}
     return Groups(rollout, rewards, None, counts, {"prompt": jnp.asarray(ask.row, jnp.int32)})
 
 
 def thompson():
     def choose(state, query):
-        drawn = jax.random.beta(query.key, state["a"], state["b"])
-        rows = top_rows(-jnp.abs(drawn - 0.5), query)
-        return Selection(rows, prior={"drawn": drawn[rows]}), state
+        rates = jax.random.beta(query.key, state["a"], state["b"])
+        rows = top_rows(-jnp.abs(rates - 0.5), query)
+        return Selection(rows, prior={"drawn": rates[rows]}), state
 
     def update(state, o):
         right = o.rate * o.size
@@ -100,17 +100,17 @@ def both(groups, view):
     return (*refill(groups, view), *extra(groups, view))
 
 
-def fifo(capacity=8, taken=2):
+def fifo(capacity=8, count=2):
     """Right members wait in a store; the oldest take the places of wrong ones."""
 
     def apply(store, groups, view):
         right = groups.members() & (groups.success() > 0.5)
-        store, rows, found = store.pop(taken)
+        store, rows, hits = store.pop(count)
         first = jnp.arange(groups.use.shape[0]) == 0
         rows = {n: x[None] for n, x in rows.items()}
         wrong = groups.members() & ~right & first[:, None]
         many = {n: jnp.repeat(x, len(first), axis=0) for n, x in rows.items()}
-        flags = first[:, None] & found[None]
+        flags = first[:, None] & hits[None]
         return fill(groups, wrong, many, flags), store.put(groups, right)
 
     return Edit(member_store(capacity), apply)
@@ -118,9 +118,9 @@ def fifo(capacity=8, taken=2):
 
 def replayed_groups():
     def apply(store, groups, view):
-        rows, found = store.sample(2, view.key)
+        rows, hits = store.sample(2, view.key)
         live = groups.live() & ~view.extra
-        return fill_groups(groups, view.extra, rows, found), store.put(groups, live)
+        return fill_groups(groups, view.extra, rows, hits), store.put(groups, live)
 
     return Edit(group_store(2), apply, extra=lambda prompts: 2)
 
@@ -128,9 +128,9 @@ def replayed_groups():
 def by_prompt():
     def apply(store, groups, view):
         right = groups.members() & (groups.success() > 0.5)
-        rows, found = store.of_prompt(groups, 1, view.group_keys)
+        rows, hits = store.of_prompt(groups, 1, view.group_keys)
         failed = ~right.any(axis=1, keepdims=True) & (jnp.arange(groups.use.shape[1]) == 0)[None]
-        return fill(groups, failed, rows, found), store.put(groups, right)
+        return fill(groups, failed, rows, hits), store.put(groups, right)
 
     return Edit(member_store(16, 2, 6), apply)
 
@@ -138,13 +138,13 @@ def by_prompt():
 best_and_worst = edit_of(
     lambda groups, view: only(groups, rank(groups.score(), groups.members()) != 1)
 )
-kept_mixed = edit_of(lambda groups, view: only(groups, mixed(groups)[:, None]))
+only_mixed = edit_of(lambda groups, view: only(groups, mixed(groups)[:, None]))
 
 
 def shaped(groups, view):
     """Points by member, group, batch and step: more where others fail, none where none does."""
-    drawn = groups.drawn()
-    share = jnp.where(drawn, groups.rewards[:, :, 0], 0).sum() / drawn.sum()
+    is_sampled = groups.drawn()
+    share = jnp.where(is_sampled, groups.rewards[:, :, 0], 0).sum() / is_sampled.sum()
     points = groups.rewards[:, :, 0] * (2 - share) - 0.125 * view.step
     points = jnp.where(groups.rate()[:, None] < 1, points, 0)
     return groups.replace(rewards=points[:, :, None].astype(jnp.float32))
@@ -157,7 +157,7 @@ METHODS = {
         None,
         curriculum=thompson(),
         plan=Plan(next=refill, rounds=2, prompts=lambda n: 2 * n),
-        edits=(kept_mixed,),
+        edits=(only_mixed,),
     ),
     "members": Method(None, plan=Plan(next=extra, rounds=2, members=lambda g: 4)),
     "all": Method(
@@ -170,7 +170,7 @@ METHODS = {
             members=lambda g: 2,
             prompts=lambda n: n,
         ),
-        edits=(kept_mixed, fifo()),
+        edits=(only_mixed, fifo()),
     ),
     "best_and_worst": Method(None, edits=(best_and_worst,)),
     "fifo": Method(None, curriculum=thompson(), edits=(fifo(),)),
@@ -205,8 +205,8 @@ def one_step(collected, key, step, setting, rounds, toy=draw_toy):
     return collected, batch
 
 
-def seen(batch):
-    """What must be the same: members, their rewards and tokens, in their places."""
+def values_of(batch):
+    """Members, their rewards and tokens, by place, for comparison."""
     members = np.asarray(batch.members)
     return {
         "members": members,
@@ -216,7 +216,7 @@ def seen(batch):
     }
 
 
-drawn_at_once = jax.jit(draw_toy)
+draw_toy_jit = jax.jit(draw_toy)
 
 
 def on_host(method, key, steps, restored_at=None):
@@ -227,8 +227,8 @@ def on_host(method, key, steps, restored_at=None):
         if step == restored_at:
             collected = restored(collected, setting)
         now = np.int32(step)
-        collected, batch = one_step(collected, key, now, setting, host_rounds, drawn_at_once)
-        batches.append(seen(batch))
+        collected, batch = one_step(collected, key, now, setting, host_rounds, draw_toy_jit)
+        batches.append(values_of(batch))
     return batches, collected
 
 
@@ -260,7 +260,7 @@ def shapes_of(setting, key):
 
 def assert_same(host, batches, steps):
     for step in range(steps):
-        traced = seen(jax.tree.map(lambda x: x[step], batches))  # noqa: B023
+        traced = values_of(jax.tree.map(lambda x: x[step], batches))  # noqa: B023
         for name, x in host[step].items():
             y = traced[name]
             n = min(len(x), len(y))
@@ -285,8 +285,8 @@ def test_host_and_compiled_runs_have_the_same_groups(name):
 def test_a_restore_changes_nothing(name):
     steps = STEPS.get(name, 3)
     unbroken, _ = on_host(METHODS[name], KEY, steps)
-    broken, _ = on_host(METHODS[name], KEY, steps, restored_at=steps - 1)
-    for one, other in zip(unbroken, broken, strict=True):
+    resumed, _ = on_host(METHODS[name], KEY, steps, restored_at=steps - 1)
+    for one, other in zip(unbroken, resumed, strict=True):
         jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
@@ -320,10 +320,10 @@ def test_rewards_are_edited_by_member_group_batch_and_step():
 
 
 def test_plans_see_the_rewards_that_the_method_pays():
-    shown = []
+    rewards_by_step = []
 
     def next_asks(groups, view):
-        shown.append(np.asarray(groups.rewards))
+        rewards_by_step.append(np.asarray(groups.rewards))
         return ()
 
     doubled = of_parts(lambda parts, rollout: 2 * parts + rollout.lengths[:, :, None])
@@ -331,8 +331,8 @@ def test_plans_see_the_rewards_that_the_method_pays():
     setting, draw = setting_of(method), partial(draw_toy, key=KEY, step=np.int32(0))
     state = new_collected(setting), Now(KEY, np.int32(0)), setting, host_rounds
     groups, *_ = sample_step(draw, *state)
-    np.testing.assert_array_equal(groups.rewards, shown[0])
-    assert set(np.unique(shown[0])) <= {T, T + 2}
+    np.testing.assert_array_equal(groups.rewards, rewards_by_step[0])
+    assert set(np.unique(rewards_by_step[0])) <= {T, T + 2}
 
 
 def test_members_are_numbered_over_all_asks():

@@ -72,13 +72,13 @@ def sessions(model, tmp_path_factory):
                     "max_tokens": 3 + i % 3,
                     "seed": 9 * i + turn,
                 }
-                asked = parse(
+                parsed = parse(
                     body, chat=False, tokenizer=tokenizer, limits=engine.limits, model="tiny"
                 )
                 place = recorder.place(f"s{i}", [ids])
-                engine.submit(asked.requests[0])
+                engine.submit(parsed.requests[0])
                 *_, last = engine.run()
-                recorder.completed(place, asked, f"cmpl-{i}-{turn}", 0, last.completion)
+                recorder.completed(place, parsed, f"cmpl-{i}-{turn}", 0, last.completion)
                 ids = [*ids, *last.completion.tokens.tolist(), *tokenizer.encode(" no;")]
             if i:
                 recorder.reward(f"s{i}", i % 2, done=True)
@@ -111,13 +111,13 @@ def rewarded(sessions):
 @pytest.mark.parametrize("method", ["grpo", "filtered_bc", "sft", "ilql"])
 def test_a_run_trains_on_what_was_drawn(method, model, sessions, tmp_path, monkeypatch):
     monkeypatch.setattr(running, "write_report", lambda directory: directory)
-    said = []
+    printed = []
     more = [f"method={method}", f'run.dir="{tmp_path}/run"', "log.samples_every=1"]
-    train(config_of(model, sessions, *more), echo=said.append)
-    (line,) = (line for line in said if line.startswith("data.train: "))
-    kept = SESSIONS if method == "sft" else SESSIONS - 1
-    assert f"of {kept} rows" in line
-    assert f"{SESSIONS - kept} without a reward" in line
+    train(config_of(model, sessions, *more), echo=printed.append)
+    (line,) = (line for line in printed if line.startswith("data.train: "))
+    row_count = SESSIONS if method == "sft" else SESSIONS - 1
+    assert f"of {row_count} rows" in line
+    assert f"{SESSIONS - row_count} without a reward" in line
     records = lines(tmp_path / "run" / "metrics.jsonl")
     (step,) = (r for r in records if "grad_norm" in r)
     assert np.isfinite(step["loss"])
@@ -138,11 +138,11 @@ def test_the_batch_is_what_is_on_disk(model, sessions):
     check_trainable(run)
     source = run_source(run, None)
     groups = source.draw(simple_request(None, {}, 0, TICKET, rows=source.order(TICKET)))
-    written = rewarded(sessions)
+    completions = rewarded(sessions)
     mask = groups.rollout.mask
-    assert groups.rollout.tokens[mask].tolist() == [t for x in written for t in x["drawn"]]
+    assert groups.rollout.tokens[mask].tolist() == [t for x in completions for t in x["drawn"]]
     logprobs = groups.rollout.sampler_logprobs[mask].tolist()
-    assert logprobs == [p for x in written for p in x["logprobs"]]
+    assert logprobs == [p for x in completions for p in x["logprobs"]]
     assert set(groups.rollout.versions[mask].tolist()) == {0}
     assert set(groups.rollout.versions[~mask].tolist()) == {-1}
     assert groups.rewards[0, :, 0].tolist() == [1, 0, 1, 0, 1, 0, 0, 0]
@@ -150,7 +150,7 @@ def test_the_batch_is_what_is_on_disk(model, sessions):
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (["sampling.temperature=0.7"], "on record are 12 with temperature = 1,"),
         (["sampling.max_new_tokens=4"], "behind its prompt, and sampling.max_new_tokens is 4"),
@@ -166,8 +166,8 @@ def test_the_batch_is_what_is_on_disk(model, sessions):
         (["train.mode=compiled"], "train.mode = 'compiled' samples from data.task"),
     ],
 )
-def test_what_does_not_go_together_is_named(model, sessions, more, said):
-    with pytest.raises(UserError, match=said):
+def test_what_does_not_go_together_is_named(model, sessions, more, message):
+    with pytest.raises(UserError, match=message):
         check_trainable(build.setup(config_of(model, sessions, *more)))
 
 

@@ -74,8 +74,8 @@ def recall(store, groups, rule=RULE, key=KEY):
     origin = Origin(numbers, numbers, members, np.zeros(G, np.int32), np.int32(0), {})
     placed = place(groups, origin, np.ones(1, np.float32), None)
     view = EditView(0, key, jax.random.split(key, n), np.zeros(n, bool))
-    made, store = rule.apply(store, placed, view)
-    return store, jax.device_get(made)
+    edited, store = rule.apply(store, placed, view)
+    return store, jax.device_get(edited)
 
 
 def replayed(groups):
@@ -85,25 +85,25 @@ def replayed(groups):
 def versions(store):
     """Prompt -> the versions of the completions that are stored, the oldest first."""
     age, prompts = np.asarray(store.slots.age), np.asarray(store.slots.prompt)
-    held = {}
+    by_prompt = {}
     for slot in np.argsort(age):
         if age[slot] >= 0:
             row = store.rows[int(slot)]
-            held.setdefault(int(prompts[slot]), []).append(int(row["rollout.versions"][0]))
-    return held
+            by_prompt.setdefault(int(prompts[slot]), []).append(int(row["rollout.versions"][0]))
+    return by_prompt
 
 
 def rows(groups, place):
     """All that is known of a member, but for whose place it has, up to its length."""
     length = int(groups.rollout.lengths[place])
-    cut = {
+    columns = {
         name: getattr(groups.rollout, name)[place][:length].tolist()
         for name in ("tokens", "mask", "sampler_logprobs", "versions")
     }
-    cut["turn"] = groups.ids["turn"][place][:length].tolist()
-    cut["paid"] = groups.stats["paid"][place][:length].tolist()
-    cut["rest"] = (length, int(groups.rollout.stop[place]), int(groups.ids["stratum"][place]))
-    return cut | {"reward": groups.rewards[place].tolist()}
+    columns["turn"] = groups.ids["turn"][place][:length].tolist()
+    columns["paid"] = groups.stats["paid"][place][:length].tolist()
+    columns["rest"] = (length, int(groups.rollout.stop[place]), int(groups.ids["stratum"][place]))
+    return columns | {"reward": groups.rewards[place].tolist()}
 
 
 def test_a_failed_group_gets_an_earlier_success_as_it_was_drawn():
@@ -156,15 +156,15 @@ def test_what_is_stored_is_the_newest_of_the_prompts_added_to_lately():
     for step, (prompt, points) in enumerate([(1, 1), (2, 1), (1, 1), (1, 1), (3, 1), (3, 0)]):
         store, _ = recall(store, groups_of([prompt], [[0, points, 0]], step=step))
     assert versions(store) == {1: [2, 3], 3: [4]}
-    failed, taken = groups_of([1], [[0, 0, 0]], step=9), set()
+    failed, stored_versions = groups_of([1], [[0, 0, 0]], step=9), set()
     for seed in range(8):
         key = jax.random.key(seed)
         _, swapped = recall(store, failed, key=key)
         draws = jax.random.uniform(jax.random.split(key, 1)[0], (2,))  # of the older and the newer
         version = int(swapped.rollout.versions[0, 0, 0])
         assert version == [2, 3][int(draws[1] < draws[0])]
-        taken.add(version)
-    assert taken == {2, 3}
+        stored_versions.add(version)
+    assert stored_versions == {2, 3}
 
 
 @pytest.mark.parametrize(
@@ -246,10 +246,10 @@ def collected(collector, step):
 
 def test_a_run_stores_what_a_whole_step_drew():
     collector = collector_of(Script(fails=True))
-    begun = collector.notes()
+    at_start = collector.notes()
     with pytest.raises(OSError, match="lost"):
         collected(collector, 0)
-    jax.tree.map(np.testing.assert_array_equal, collector.notes(), begun)
+    jax.tree.map(np.testing.assert_array_equal, collector.notes(), at_start)
     collector.source = Script()
     collected(collector, 0)
     note = jax.device_get(collector.notes())
@@ -277,7 +277,7 @@ def test_points_are_those_of_the_part_that_says_what_is_right():
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (("data.task=chain",), "needs data.train: no problem of a task or of an environment"),
         (
@@ -286,10 +286,10 @@ def test_points_are_those_of_the_part_that_says_what_is_right():
         ),
     ],
 )
-def test_runs_in_which_no_prompt_comes_again_are_refused(more, said):
+def test_runs_in_which_no_prompt_comes_again_are_refused(more, message):
     small = "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
     config = load_config(None, [small, *more, "method=arpo_replay", "run.dir=unused"])
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         check_trainable(build.setup(config))
 
 
@@ -321,6 +321,6 @@ def test_coefficients_reach_the_rule():
 def test_a_share_of_each_group_is_episodes_or_successes_of_before(method, share, stored, places):
     (rule,) = get_method(method, replayed=share).edits
     store, _ = recall(empty(rule), groups_of([5], [[0, 1, 0]], step=0, dead=[(0, 2)]), rule)
-    assert sum(len(held) for held in versions(store).values()) == stored
+    assert sum(len(step_versions) for step_versions in versions(store).values()) == stored
     _, later = recall(store, groups_of([5], [[0, 0, 1]], step=3), rule)
     assert later.ids["replayed"].astype(bool).tolist() == [[g < places for g in range(G)]]

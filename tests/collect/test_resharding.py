@@ -42,8 +42,8 @@ def no_report(monkeypatch):
 
 
 def config(*changes, directory=None):
-    own = [] if directory is None else [f"run.dir={json.dumps(str(directory))}"]
-    return load_config(None, [*BASE, *changes, *own])
+    run_dir = [] if directory is None else [f"run.dir={json.dumps(str(directory))}"]
+    return load_config(None, [*BASE, *changes, *run_dir])
 
 
 def go(directory, *changes):
@@ -85,23 +85,23 @@ def others_slow(cases):
 )
 def test_a_run_that_samples_on_another_mesh_is_that_of_one_device(meshes, policy, tmp_path):
     one = go(tmp_path / "one", *policy)
-    own = go(tmp_path / "own", *meshes, *policy)
-    assert_same_run(own, one)
+    resharded = go(tmp_path / "own", *meshes, *policy)
+    assert_same_run(resharded, one)
     assert len({r["grad_norm"] for r in one[0]}) > 1
 
 
 @pytest.mark.slow
 def test_a_stopped_run_resumes_bit_for_bit(tmp_path):
-    whole = go(tmp_path / "whole", *APART)
+    unbroken = go(tmp_path / "whole", *APART)
     go(tmp_path / "broken", *APART, "train.steps=2")
     records, _, summary = go(tmp_path / "broken", *APART)
     assert [r["step"] for r in records] == [1, 2, 3]
-    for mine, theirs in zip(records, whole[0], strict=True):
+    for mine, theirs in zip(records, unbroken[0], strict=True):
         for name in ("loss", "grad_norm", "reward"):
             assert mine[name] == theirs[name]
     # and a command that only evaluates uses the sampler's mesh, too
-    found = evaluate_run(config(*APART, directory=tmp_path / "broken"))
-    assert found["accuracy"] == summary["accuracy_after"]
+    scores = evaluate_run(config(*APART, directory=tmp_path / "broken"))
+    assert scores["accuracy"] == summary["accuracy_after"]
 
 
 def resharded(*changes, dtype="bfloat16"):
@@ -122,12 +122,12 @@ def test_weights_are_held_in_the_samplers_dtype_until_they_are_freed():
     for _ in range(2):  # further draws of the same step do not move them again
         request = simple_request(key, {"policy": params}, np.int32(0), ids, 4)
         groups = program.draw(request, sampling_params=run.sampling_params)
-    held = jax.tree.leaves(program._resharded)
-    assert {x.sharding.mesh.shape["tensor"] for x in held} == {2}
-    assert {str(x.dtype) for x in held if x.ndim > 1} == {"bfloat16"}
+    arrays = jax.tree.leaves(program._resharded)
+    assert {x.sharding.mesh.shape["tensor"] for x in arrays} == {2}
+    assert {str(x.dtype) for x in arrays if x.ndim > 1} == {"bfloat16"}
     assert program.weights._cache_size() == 1
     program.free()
-    assert all(x.is_deleted() for x in held)
+    assert all(x.is_deleted() for x in arrays)
     assert not any(x.is_deleted() for x in jax.tree.leaves(params))
     assert groups.rollout.tokens.shape[0] == 8
 
@@ -135,8 +135,8 @@ def test_weights_are_held_in_the_samplers_dtype_until_they_are_freed():
 def test_weights_in_float8_are_those_of_one_device():
     _, program, params = resharded(*APART, "sampling.float8=weights")
     with jax.set_mesh(program.mesh):
-        held = program._weights_of(params)
-    head, down = held["head"], held["layers"][0]["mlp"]["down"]
+        weights = program._weights_of(params)
+    head, down = weights["head"], weights["layers"][0]["mlp"]["down"]
     assert {str(w.values.dtype) for w in (head, down)} == {"float8_e4m3fn"}
     assert head.values.sharding.mesh.shape["tensor"] == 2
     embed = jax.device_get(params["embed"]).astype(jnp.bfloat16)
@@ -150,24 +150,24 @@ def test_weights_in_float8_are_those_of_one_device():
 def test_a_device_is_sent_only_what_it_keeps(meshes, expert):
     """An exchange inside the sampler's tensor axis, and a gather of what it divides: in 16 bits."""
     run = build.setup(config(*meshes, "model.dtype=bfloat16"))
-    own = sampler_mesh(run.config, run.mesh)
-    with jax.set_mesh(own):
-        program = weights_program(run, network_on(run, own), own)
+    sampling_mesh = sampler_mesh(run.config, run.mesh)
+    with jax.set_mesh(sampling_mesh):
+        program = weights_program(run, network_on(run, sampling_mesh), sampling_mesh)
         text = program.lower(programs.policy_layout(run)).compile().as_text()
-    sent = {}
+    bytes_by_kind = {}
     for cost in program_costs(text, (4, 2)):
         for c in cost.collectives:
-            sent[c.kind] = sent.get(c.kind, 0.0) + cost.runs * c.bytes
+            bytes_by_kind[c.kind] = bytes_by_kind.get(c.kind, 0.0) + cost.runs * c.bytes
     c = run.shape
     layer = (2 * c.heads + 2 * c.kv_heads) * c.head_dim + 3 * c.mlp_dim
     matrices = c.embed_dim * (c.layers * layer + 2 * c.vocab_size)
     # a CPU sends bfloat16 as float32
-    assert sent["all-gather"] < 1.3 * 4 * matrices / 2 * 3 / 4
-    assert sum(sent.values()) < 1.8 * 4 * matrices / 2
+    assert bytes_by_kind["all-gather"] < 1.3 * 4 * matrices / 2 * 3 / 4
+    assert sum(bytes_by_kind.values()) < 1.8 * 4 * matrices / 2
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         (
             ("mesh.fsdp=8", "sampling.mesh.tensor=4"),
@@ -201,15 +201,21 @@ def test_a_device_is_sent_only_what_it_keeps(meshes, expert):
         ),
     ],
 )
-def test_a_sampler_mesh_that_cannot_be_is_named(changes, says):
-    with pytest.raises(UserError, match=re.escape(says)):
+def test_a_sampler_mesh_that_cannot_be_is_named(changes, message):
+    with pytest.raises(UserError, match=re.escape(message)):
         build.setup(config(*changes))
 
 
 def test_what_is_left_is_filled_and_the_mesh_of_training_is_no_other():
     mesh = make_mesh({"fsdp": 8})
-    found = sampler_mesh(config("mesh.fsdp=8", "sampling.mesh={tensor=2, data=-1}"), mesh)
-    assert dict(found.shape) == {"data": 4, "fsdp": 1, "tensor": 2, "context": 1, "expert": 1}
-    assert list(found.devices.flat) == list(mesh.devices.flat)
+    sampling_mesh = sampler_mesh(config("mesh.fsdp=8", "sampling.mesh={tensor=2, data=-1}"), mesh)
+    assert dict(sampling_mesh.shape) == {
+        "data": 4,
+        "fsdp": 1,
+        "tensor": 2,
+        "context": 1,
+        "expert": 1,
+    }
+    assert list(sampling_mesh.devices.flat) == list(mesh.devices.flat)
     assert sampler_mesh(config("mesh.fsdp=8", "sampling.mesh.fsdp=8"), mesh) is None
     assert sampler_mesh(config("mesh.fsdp=8"), mesh) is None

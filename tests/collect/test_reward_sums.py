@@ -63,8 +63,8 @@ def test_what_float32_holds_passes_as_it_is(huge):
 
 def test_products_sums_and_infinite_parts_are_found():
     rewards = [[3e38, 0], [0, 2e38], [3e38, 2e37], [np.inf, 0], [1e38, 1e38], [np.nan, 3e38]]
-    found = sum_overflows(rewards, [1.0, 2.0])
-    assert found.tolist() == [False, True, False, True, False, False]
+    overflows = sum_overflows(rewards, [1.0, 2.0])
+    assert overflows.tolist() == [False, True, False, True, False, False]
     assert sum_overflows([[np.inf, 0]], [0.0, 1.0]).tolist() == [True]  # 0 * inf is NaN
 
 
@@ -72,10 +72,10 @@ def test_products_sums_and_infinite_parts_are_found():
 def test_runs_whose_rewards_come_from_outside_are_looked_at(tmp_path, more):
     """Those of a task alone are 0 to 1, and no step of such a run waits for the host to look."""
     (tmp_path / "own.py").write_text("def points(samples):\n    return [0.0 for _ in samples]\n")
-    own = f"rewards={{'{tmp_path}/own.py:points'={{weight=2}}}}"
+    reward = f"rewards={{'{tmp_path}/own.py:points'={{weight=2}}}}"
     lines = ["data.task=sorting", "data.difficulty=3", "reward_pool={workers=0, on_error='drop'}"]
     lines += ["model.config={layers=1, embed_dim=8, heads=1, kv_heads=1, head_dim=8, mlp_dim=8}"]
-    run = build.setup(load_config(None, [*lines, *(more or (own,))]))
+    run = build.setup(load_config(None, [*lines, *(more or (reward,))]))
     with (
         reward_pool(run.config) as pool,
         training_batches(run, pool, 0, {}, Stopping()) as batches,

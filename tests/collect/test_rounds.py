@@ -112,7 +112,7 @@ def test_completions_are_the_experts(place, on_host):
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (
             ("lora.rank=2",),
@@ -121,8 +121,8 @@ def test_completions_are_the_experts(place, on_host):
         (("objective.round_steps=0",), "restart_rounds = 2: rounds have no steps"),
     ],
 )
-def test_what_does_not_go_together_is_named(tmp_path, more, said):
-    with pytest.raises(UserError, match=said):
+def test_what_does_not_go_together_is_named(tmp_path, more, message):
+    with pytest.raises(UserError, match=message):
         check_trainable(setup(settings(tmp_path / "run", *more)))
 
 

@@ -108,10 +108,10 @@ def test_dars_adds_as_many_members_as_the_papers_formula(balance):
             a = max(right / n, 0.5 / n)
             s = 2 * np.sqrt(a * (1 - a))
             peak = n * (2 * (1 - a) if balance == "hard" else 1.0)
-            wanted = int(np.ceil((peak - n * s) / s - 1e-9)) if a < 0.5 else 0
-            wanted = min(max(wanted, 0), 32 - n)
+            expected = int(np.ceil((peak - n * s) / s - 1e-9)) if a < 0.5 else 0
+            expected = min(max(expected, 0), 32 - n)
             rate, size = jnp.array([right / n], jnp.float32), jnp.array([n])
-            assert further_members(rate, size, 32, balance).tolist() == [wanted], (n, right)
+            assert further_members(rate, size, 32, balance).tolist() == [expected], (n, right)
 
 
 def placed(scores, round_=None, members=None):
@@ -162,8 +162,8 @@ def test_scaf_grpo_puts_the_success_in_the_place_of_one_failure():
         round_=[0, 0, 0, 1, 2],
         members=[[1, 1, 1, 1, 1], [1, 1, 1, 1, 1], [1, 1, 1, 0, 0]],
     )
-    kept = np.asarray(least_hinted(groups, view_of(groups)).members())
-    assert kept.tolist() == [
+    members = np.asarray(least_hinted(groups, view_of(groups)).members())
+    assert members.tolist() == [
         [False, True, True, False, True],  # the first gives way; a hint that did not help goes, too
         [True, True, True, False, False],
         [True, True, True, False, False],
@@ -179,17 +179,17 @@ def test_pf_ppo_keeps_members_by_their_rank(strategy):
     groups = placed(scores, members=members)
     edit = by_rank(strategy)
     left, _ = edit.apply((), groups, view_of(groups))
-    kept = np.asarray(left.members())
+    members_left = np.asarray(left.members())
     for n in range(6):
         live = [g for g in range(5) if members[n, g]]
         order = sorted(live, key=lambda g: -scores[n, g])
         if strategy == "best_worst":
-            assert set(np.flatnonzero(kept[n])) == {order[0], order[-1]}
+            assert set(np.flatnonzero(members_left[n])) == {order[0], order[-1]}
         elif strategy == "best":
-            assert set(np.flatnonzero(kept[n])) == {order[0]}
+            assert set(np.flatnonzero(members_left[n])) == {order[0]}
         else:
-            assert kept[n, order[0]]
-            assert kept[n].sum() == min(len(live), 2)
+            assert members_left[n, order[0]]
+            assert members_left[n].sum() == min(len(live), 2)
 
 
 def test_remix_stores_the_groups_of_the_last_steps_alone():
@@ -201,9 +201,9 @@ def test_remix_stores_the_groups_of_the_last_steps_alone():
         empty = jnp.array([False, False, True, True])
         groups = groups.replace(ticket=np.where(empty, -1, groups.ticket).astype(np.int32))
         view = view_of(groups)._replace(step=jnp.int32(step), extra=empty)
-        made, store = edit.apply(store, groups, view)
-        members = np.asarray(made.members())
-        fresh, replayed = np.asarray(made.score())[:2], np.asarray(made.score())[2:]
+        edited, store = edit.apply(store, groups, view)
+        members = np.asarray(edited.members())
+        fresh, replayed = np.asarray(edited.score())[:2], np.asarray(edited.score())[2:]
         assert (fresh == step).all()
         stored = {*range(max(step - 2, 0), step)}
         assert members[2:].all() == bool(stored)
@@ -222,10 +222,10 @@ def network(make_bag, first_letter):
 
 
 @pytest.fixture(scope="module")
-def drawn_by_parts(network, first_letter, quick_jit):
+def draw_by_parts(network, first_letter, quick_jit):
     """The program that draws members and judges them by these parts; all methods share it."""
-    made = {"sampling_params": SAMPLING, "task": first_letter, "network": network}
-    return cache(lambda *parts: quick_jit(partial(task_rollout, parts=parts, **made)))
+    options = {"sampling_params": SAMPLING, "task": first_letter, "network": network}
+    return cache(lambda *parts: quick_jit(partial(task_rollout, parts=parts, **options)))
 
 
 @pytest.fixture(scope="module")
@@ -276,15 +276,15 @@ def live_tokens(batch):
 
 
 def test_problems_of_a_task_are_tested_between_rounds(
-    network, first_letter, quick_jit, drawn_by_parts
+    network, first_letter, quick_jit, draw_by_parts
 ):
     """By members of their own keys, and as a restored run has them."""
     rule, task = hard_problems(2, 6, 0.0, 0.25)._replace(pool=8), first_letter
     method = get_method("grpo").with_(curriculum=rule)
-    draw = drawn_by_parts("partial")
+    draw = draw_by_parts("partial")
     tested = []
 
-    def drawn(request, **how):
+    def draw_groups(request, **how):
         groups = draw(request, **how)
         if request.stream == "curriculum":
             tested.append((int(request.step), np.asarray(groups.rewards)[..., 0]))
@@ -293,7 +293,7 @@ def test_problems_of_a_task_are_tested_between_rounds(
     def collector_of(notes):
         order = partial(epoch_order, None)
         setting = Setting(method, N, G, np.ones(1), 0, table=pool_table(8), in_order=order)
-        return Collector(TaskSource(task, ("partial",), drawn), setting, MESH, notes=notes)
+        return Collector(TaskSource(task, ("partial",), draw_groups), setting, MESH, notes=notes)
 
     train_on_host = trainer_on_host(network, method, quick_jit)
     batches, _ = train_on_host(collector_of)
@@ -313,13 +313,13 @@ def test_problems_of_a_task_are_tested_between_rounds(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_task_is_trained_alike_on_the_host_and_in_one_program(
-    name, network, first_letter, quick_jit, drawn_by_parts
+    name, network, first_letter, quick_jit, draw_by_parts
 ):
     method, task = method_of(name), first_letter
     table = pool_table(16) if method.curriculum is not None else None
 
     def collector_of(notes):
-        source = TaskSource(task, ("verify",), drawn_by_parts("verify"))
+        source = TaskSource(task, ("verify",), draw_by_parts("verify"))
         tools = partial(TaskTools, task)
         setting = Setting(method, N, G, np.ones(1), 0, tools=tools, table=table)
         return Collector(source, setting, MESH, notes=notes)
@@ -333,12 +333,12 @@ def test_a_task_is_trained_alike_on_the_host_and_in_one_program(
 
     step, fresh = step_and_state(network, method)
 
-    def spied(state, batch, sampling_params):
+    def record_step(state, batch, sampling_params):
         state, metrics = step(state, batch, sampling_params)
         return state, metrics | {"batch": batch}
 
     iteration = make_iteration(
-        spied,
+        record_step,
         method=method,
         task=task,
         network=network,
@@ -347,9 +347,9 @@ def test_a_task_is_trained_alike_on_the_host_and_in_one_program(
         group=G,
         judge=0,
     )
-    begun = fresh(), iteration.begin(fresh())
+    start = fresh(), iteration.begin(fresh())
     run = quick_jit(partial(iterate, iteration, steps=STEPS))
-    scanned, _, curves = run(*begun, SAMPLING)
+    scanned, _, curves = run(*start, SAMPLING)
     for i, (batch, _) in enumerate(batches):
         traced = jax.tree.map(lambda x: x[i], curves["batch"])  # noqa: B023
         jax.tree.map(np.testing.assert_array_equal, live_tokens(traced), live_tokens(batch))
@@ -367,9 +367,9 @@ def acts(name, batches):
     elif name == "dars":
         assert max(m.sum(1).max() for m in members) > G
         for batch, _ in batches:
-            own = np.asarray(batch.score())[:, :G].mean(1)
+            mean_scores = np.asarray(batch.score())[:, :G].mean(1)
             more = np.asarray(batch.members).sum(1) > G
-            assert (more == (own < 0.5)).all()
+            assert (more == (mean_scores < 0.5)).all()
     elif name == "scaf_grpo":
         hinted = [np.asarray(batch.members)[:, G:].any() for batch, _ in batches]
         assert not hinted[0]
@@ -381,8 +381,8 @@ def acts(name, batches):
         versions = [np.asarray(groups.rollout.versions) for _, groups in batches]
         old = [np.unique(v[v >= 0]) for v in versions]
         assert old[0].tolist() == [0]
-        assert all({i - 1, i - 2} & {*seen.tolist()} for i, seen in enumerate(old) if i > 1)
-        assert all(seen.min() >= i - 2 for i, seen in enumerate(old))
+        assert all({i - 1, i - 2} & {*versions.tolist()} for i, versions in enumerate(old) if i > 1)
+        assert all(versions.min() >= i - 2 for i, versions in enumerate(old))
 
 
 class Digits:
@@ -455,22 +455,22 @@ def test_a_hint_has_a_place_in_a_question_of_text_alone(monkeypatch):
 
 def check_hinted(batches, prompts):
     """Hinted members continue what their group's prompts have in common, by the hinted prompt."""
-    seen = 0
+    count = 0
     for batch, groups in batches:
         for n in range(N):
             prompt, rows = groups.subject[n], np.flatnonzero(batch.members[n])
             opening = batch.prompt_tokens[n, : batch.prompt_lengths[n]]
             for g in rows:
                 tokens = batch.tokens[n, g, : batch.lengths[n, g]]
-                whole, drawn = np.concatenate([opening, tokens]), batch.mask[n, g, : len(tokens)]
-                size = len(whole) - drawn.sum()  # of what nobody drew
-                assert not drawn[: size - len(opening)].any()
-                assert drawn[size - len(opening) :].all()
+                sequence, mask = np.concatenate([opening, tokens]), batch.mask[n, g, : len(tokens)]
+                size = len(sequence) - mask.sum()  # of what nobody drew
+                assert not mask[: size - len(opening)].any()
+                assert mask[size - len(opening) :].all()
                 if g < G:
-                    assert whole[:size].tolist() == prompt.tokens.tolist()
+                    assert sequence[:size].tolist() == prompt.tokens.tolist()
                 else:
-                    assert whole[:2].tolist() == prompt.tokens[:2].tolist()
-                    assert whole[2] == 2
-                    assert whole[size - 1] == prompt.tokens[2]
-                    seen += 1
-    assert seen
+                    assert sequence[:2].tolist() == prompt.tokens[:2].tolist()
+                    assert sequence[2] == 2
+                    assert sequence[size - 1] == prompt.tokens[2]
+                    count += 1
+    assert count

@@ -161,7 +161,7 @@ def test_a_source_of_ones_own_trains_and_is_evaluated(tmp_path, letters_model, m
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         ("partial", r"Partial.order\(\) does not take \(tickets\); write def order\(self, tickets"),
         ("partial", r"Partial has no method finish; write def finish\(self, complete\)"),
@@ -175,10 +175,10 @@ def test_a_source_of_ones_own_trains_and_is_evaluated(tmp_path, letters_model, m
     ],
 )
 def test_what_a_source_lacks_is_named_before_anything_compiles(
-    source, said, tmp_path, letters_model, monkeypatch
+    source, message, tmp_path, letters_model, monkeypatch
 ):
     monkeypatch.setattr(running.programs, "new_state", lambda run: pytest.fail("compiles"))
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         train(settings(tmp_path, letters_model, source), echo=lambda line: None)
 
 
@@ -194,22 +194,22 @@ def test_the_row_says_what_is_asked_and_the_ticket_what_is_drawn(make_bag):
     task = get_task("sorting", difficulty=3)
     network = make_bag(task.vocab_size, 8, task.prompt_tokens + task.completion_tokens)
     params, key = network.init(jax.random.key(0)), jax.random.key(1)
-    made = {"task": task, "parts": ("verify",), "network": network}
-    draw = jax.jit(functools.partial(task_rollout, **made))
+    options = {"task": task, "parts": ("verify",), "network": network}
+    draw = jax.jit(functools.partial(task_rollout, **options))
 
-    def drawn(tickets, rows):
-        asked = [np.array(x, np.int32) for x in (tickets, rows)]
-        request = simple_request(key, {"policy": params}, np.int32(0), asked[0], 2, rows=asked[1])
+    def sample_rows(tickets, rows):
+        arrays = [np.array(x, np.int32) for x in (tickets, rows)]
+        request = simple_request(key, {"policy": params}, np.int32(0), arrays[0], 2, rows=arrays[1])
         groups = draw(request, sampling_params=make_sampling_params())
         rollout = jax.device_get(groups.rollout)
         return rollout.prompt_tokens.tolist(), rollout.tokens.tolist(), groups.ids["prompt"]
 
-    asked, said, prompt = drawn([0, 1, 2], [4, 4, 5])
-    assert asked[0] == asked[1] != asked[2]
-    assert said[0] != said[1]
+    questions, answers, prompt = sample_rows([0, 1, 2], [4, 4, 5])
+    assert questions[0] == questions[1] != questions[2]
+    assert answers[0] != answers[1]
     assert prompt.tolist() == [4, 4, 5]
-    again, same, _ = drawn([2, 0], [5, 4])  # whatever stands beside them
-    assert (again, same) == ([asked[2], asked[0]], [said[2], said[0]])
+    again, same, _ = sample_rows([2, 0], [5, 4])  # whatever stands beside them
+    assert (again, same) == ([questions[2], questions[0]], [answers[2], answers[0]])
 
 
 def test_epochs_see_every_row_once_each_in_an_order_of_its_own():

@@ -72,46 +72,48 @@ def even_share(tokens):
     return float(np.mean(np.asarray(tokens) % 2 == 0))
 
 
-def problems(lost=lambda tokens: False):
-    judged = []
+def problems(unjudged=lambda tokens: False):
+    judged_paths = []
 
     def judge(about, prompts, rollout):
         n, g, _ = rollout.tokens.shape
         paths = [rollout.tokens[i, j, : rollout.lengths[i, j]] for i in range(n) for j in range(g)]
-        judged.extend((p.id, tuple(x.tolist())) for p, x in zip(prompts, paths, strict=True))
+        judged_paths.extend((p.id, tuple(x.tolist())) for p, x in zip(prompts, paths, strict=True))
         points = np.array([[even_share(x), 9.0] for x in paths], np.float32).reshape(n, g, 2)
-        out = np.array([lost(x) for x in paths]).reshape(n, g)
+        out = np.array([unjudged(x) for x in paths]).reshape(n, g)
         stop = np.where(out, np.int32(StopReason.ABORTED), rollout.stop)
         return Groups(rollout.replace(stop=stop), points, about, {"judged": float(n)}, {})
 
     chosen = lambda key, rows: ([PROMPTS[i] for i in rows],) * 2  # noqa: E731
     rest = {"notes": dict, "finish": lambda complete: None, "order": lambda tickets: tickets}
     source = SimpleNamespace(prompts=chosen, judge=judge, **rest)
-    return source, judged
+    return source, judged_paths
 
 
 WEIGHTS = np.array([1.0, 0.0])
 
 
 def request(step, search, weights, group=G):
-    """What is asked for of all prompts, each of which is searched."""
-    asked = simple_request(jax.random.key(4), weights, step, np.arange(3, dtype=np.int32), group)
-    return asked.replace(asks=(asked.asks[0].replace(tree=search),))
+    """A request for all prompts, each of which is searched."""
+    plain_request = simple_request(
+        jax.random.key(4), weights, step, np.arange(3, dtype=np.int32), group
+    )
+    return plain_request.replace(asks=(plain_request.asks[0].replace(tree=search),))
 
 
-def drawn(search, lost=lambda tokens: False, estimate=None, group=G, **sizes):
+def run_search(search, unjudged=lambda tokens: False, estimate=None, group=G, **sizes):
     """The groups of one draw, the source, and what was judged."""
-    asked, judged = problems(lost)
+    prompts, judged_paths = problems(unjudged)
     weights = {"policy": params(), **({} if estimate is None else {"value": "value"})}
     how = {"width": P, "ends": (END,), "estimate": estimate}
-    source = TreeSearch(RunRows(rows(**sizes)), search, asked, WEIGHTS, **how)
+    source = TreeSearch(RunRows(rows(**sizes)), search, prompts, WEIGHTS, **how)
     groups = source.draw(request(5, search, weights, group))
-    return groups, source, judged
+    return groups, source, judged_paths
 
 
-def odd_share(given, tokens, lengths):
+def odd_share(weights, tokens, lengths):
     """Points of a path that goes on: the share of odd tokens, the prompt's included."""
-    assert given["value"] == "value"
+    assert weights["value"] == "value"
     assert len(tokens) in (1, 2, 4, 8, 16, 32)
     return [np.mean(row[:n] % 2) for row, n in zip(tokens, lengths, strict=True)]
 
@@ -124,56 +126,56 @@ SEARCHED = {name: Search(name, 3, 12, 4, 0.7 if "uct" in name else 1.0) for name
 
 
 @pytest.fixture(scope="module", params=[*SEARCHED, "guided"])
-def found(request):
+def search_case(request):
     guided = request.param == "guided"
     search = SEARCHED["puct" if guided else request.param]
-    return search, *drawn(search, estimate=odd_share if guided else None), guided
+    return search, *run_search(search, estimate=odd_share if guided else None), guided
 
 
-def test_nodes_are_chosen_and_backed_up_as_the_search_says(found):
+def test_nodes_are_chosen_and_backed_up_as_the_search_says(search_case):
     """Each tree is grown once more, node by node, from what was drawn."""
-    search, groups, source, _, guided = found
-    named = SEARCHES[search.by]
+    search, groups, source, _, guided = search_case
+    kind = SEARCHES[search.by]
     for n, tree in enumerate(source.trees):
         again, filled, here = Tree(), False, 1
-        for _ in range(1 if named.whole else search.rounds):
-            chosen = named.select(search.width, search.exploration)(again)
+        for _ in range(1 if kind.whole else search.rounds):
+            chosen = kind.select(search.width, search.exploration)(again)
             if len(again.leaves()) >= G or not chosen:
                 break
             assert len(chosen) <= search.width
             for node in np.repeat(chosen, search.width):
                 assert tree.nodes[here].parent == node
-                add(again, n, tree, here, named, guided)
+                add(again, n, tree, here, kind, guided)
                 here += 1
         leaves = len(again.leaves())
         for i in range(here, len(tree.nodes)):  # what completes the group
             filled = True
-            add(again, n, tree, i, named, guided)
+            add(again, n, tree, i, kind, guided)
         assert (leaves < G) == filled
         assert len(again.leaves()) == max(leaves, G)
         mine = groups.ids["node"][n]
-        values = np.array([0.0] + [named.value(node) for node in again.nodes[1:]])
+        values = np.array([0.0] + [kind.value(node) for node in again.nodes[1:]])
         np.testing.assert_allclose(groups.stats["node_value"][n], values[mine], atol=1e-6)
 
 
-def add(again, n, tree, number, named, guided):
+def add(again, n, tree, number, kind, guided):
     step = tree.nodes[number].step
     again.add(tree.nodes[number].parent, Step(step.content, *step[1:]))
-    whole = np.concatenate([tree.nodes[i].step.content for i in tree.path(number)])
+    path_tokens = np.concatenate([tree.nodes[i].step.content for i in tree.path(number)])
     if step.done:
-        named.backup(again, number, even_share(whole))
+        kind.backup(again, number, even_share(path_tokens))
     elif guided:
-        whole = np.concatenate([PROMPTS[n].tokens, whole])
-        named.backup(again, number, float(np.mean(whole % 2)))
+        path_tokens = np.concatenate([PROMPTS[n].tokens, path_tokens])
+        kind.backup(again, number, float(np.mean(path_tokens % 2)))
 
 
-def test_members_are_leaves_and_each_step_is_trained_once(found):
-    search, groups, source, judged, _ = found
-    whole = SEARCHES[search.by].whole
+def test_members_are_leaves_and_each_step_is_trained_once(search_case):
+    search, groups, source, judged_paths, _ = search_case
+    whole_completions = SEARCHES[search.by].whole
     rollout = groups.rollout.check()
     node, mask = groups.ids["node"], np.asarray(rollout.mask)
     for n, tree in enumerate(source.trees):
-        seen = set()
+        visited = set()
         for i, leaf in enumerate(tree.leaves()[:G]):
             path, at = tree.path(leaf), 0
             for number in path:
@@ -181,15 +183,15 @@ def test_members_are_leaves_and_each_step_is_trained_once(found):
                 here = slice(at, at + len(step))
                 np.testing.assert_array_equal(rollout.tokens[n, i, here], step)
                 assert (node[n, i, here] == number).all()
-                assert (mask[n, i, here] == (number not in seen)).all()
+                assert (mask[n, i, here] == (number not in visited)).all()
                 at += len(step)
-                assert whole or len(step) <= 4
+                assert whole_completions or len(step) <= 4
                 assert (
                     step[-1] == END or at == T
-                    if whole
+                    if whole_completions
                     else (step[-1] in (END, LINE) or len(step) == 4 or at == T)
                 )
-            seen |= set(path)
+            visited |= set(path)
             assert rollout.lengths[n, i] == at
             last = rollout.tokens[n, i, at - 1]
             assert rollout.stop[n, i] == (
@@ -202,17 +204,17 @@ def test_members_are_leaves_and_each_step_is_trained_once(found):
         for n, tree in enumerate(source.trees)
         for leaf in tree.leaves()
     ]
-    assert sorted(judged) == sorted(every)  # once each
+    assert sorted(judged_paths) == sorted(every)  # once each
 
 
-def test_the_trainers_log_probabilities_are_the_searchs(found):
-    rollout = found[1].rollout
+def test_the_trainers_log_probabilities_are_the_searchs(search_case):
+    rollout = search_case[1].rollout
     scored = trainer_logprobs(NETWORK, params(), rollout)
     assert np.abs(np.where(rollout.mask, scored - rollout.sampler_logprobs, 0)).max() < 1e-5
 
 
-def test_prompts_are_read_once_and_paths_never(found):
-    search, groups, source, _, _ = found
+def test_prompts_are_read_once_and_paths_never(search_case):
+    search, groups, source, _, _ = search_case
     counts = groups.counts
     assert counts["read_tokens"] == sum(len(p.tokens) for p in PROMPTS)
     assert counts["reread_tokens"] == 0
@@ -228,8 +230,8 @@ def test_prompts_are_read_once_and_paths_never(found):
 @pytest.mark.parametrize("sizes", [{"slots": 3}, {"slots": 11, "chunk": 7}, {"parked": 0}], ids=str)
 def test_a_search_depends_on_neither_slots_nor_chunks_nor_where_rows_are_kept(sizes):
     search = SEARCHED["puct"]
-    (_, calm, _), (groups, source, _) = drawn(search), drawn(search, **sizes)
-    assert [steps_of(a) for a in source.trees] == [steps_of(a) for a in calm.trees]
+    (_, baseline, _), (groups, source, _) = run_search(search), run_search(search, **sizes)
+    assert [steps_of(a) for a in source.trees] == [steps_of(a) for a in baseline.trees]
     assert (groups.counts["reread_tokens"] > 0) == ("parked" in sizes)
 
 
@@ -239,35 +241,35 @@ def test_a_search_depends_on_neither_slots_nor_chunks_nor_where_rows_are_kept(si
 def test_each_number_of_a_search_changes_its_trees(other):
     search = SEARCHED["puct"]
     both = search, search._replace(**other)
-    drew = (drawn(each, estimate=odd_share, group=12) for each in both)
-    (_, calm, _), (_, source, _) = drew
-    assert [steps_of(a) for a in source.trees] != [steps_of(a) for a in calm.trees]
+    searches = (run_search(each, estimate=odd_share, group=12) for each in both)
+    (_, baseline, _), (_, source, _) = searches
+    assert [steps_of(a) for a in source.trees] != [steps_of(a) for a in baseline.trees]
 
 
 def test_divided_slots_give_the_same():
-    _, calm, _ = drawn(SEARCHED["puct"])
+    _, baseline, _ = run_search(SEARCHED["puct"])
     with jax.set_mesh(make_mesh({"data": 2}, jax.devices()[:2])):
         rows.cache_clear()
-        _, source, _ = drawn(SEARCHED["puct"], slots=6)
+        _, source, _ = run_search(SEARCHED["puct"], slots=6)
         rows.cache_clear()
-    assert [steps_of(a) for a in source.trees] == [steps_of(a) for a in calm.trees]
+    assert [steps_of(a) for a in source.trees] == [steps_of(a) for a in baseline.trees]
 
 
 def test_where_rounds_run_out_open_nodes_are_completed():
-    groups, source, _ = drawn(Search("puct", 2, 1, 3))
+    groups, source, _ = run_search(Search("puct", 2, 1, 3))
     for tree in source.trees:
         assert tree.nodes[0].children == [1, 2]
-        ended = len([i for i in (1, 2) if tree.nodes[i].done])
+        done = len([i for i in (1, 2) if tree.nodes[i].done])
         assert len(tree.leaves()) == G
-        if not ended:  # two more each, one step after the other
+        if not done:  # two more each, one step after the other
             assert [len(tree.nodes[i].children) for i in (1, 2)] == [2, 2]
             assert all(len(n.children) <= 1 for n in tree.nodes[3:])
     assert (groups.rollout.stop < StopReason.FAILED).all()
 
 
 def test_a_leaf_that_nobody_could_judge_leaves_its_group():
-    lost = lambda tokens: len(tokens) % 2 == 1  # noqa: E731
-    groups, source, _ = drawn(SEARCHED["uct"], lost)
+    unjudged = lambda tokens: len(tokens) % 2 == 1  # noqa: E731
+    groups, source, _ = run_search(SEARCHED["uct"], unjudged)
     out = groups.rollout.lengths % 2 == 1
     assert 0 < out.sum() < out.size
     np.testing.assert_array_equal(groups.rollout.stop == StopReason.ABORTED, out)
@@ -275,7 +277,7 @@ def test_a_leaf_that_nobody_could_judge_leaves_its_group():
     mask, node = np.asarray(groups.rollout.mask), groups.ids["node"]
     for n in range(3):
         live = ~out[n]
-        wanted = {
+        expected = {
             (int(t), int(node[n, i, t]))
             for i in range(G)
             for t in np.nonzero(node[n, i])[0]
@@ -287,17 +289,17 @@ def test_a_leaf_that_nobody_could_judge_leaves_its_group():
             for t in np.nonzero(mask[n, i])[0]
             if live[i]
         ]
-        assert sorted(trained) == sorted(wanted)
+        assert sorted(trained) == sorted(expected)
     for tree in source.trees:
-        known = [i for i in tree.leaves() if sum(len(s) for s in path_of(tree, i)) % 2 == 0]
-        assert tree.nodes[0].visits == len(known)
+        judged_leaves = [i for i in tree.leaves() if sum(len(s) for s in path_of(tree, i)) % 2 == 0]
+        assert tree.nodes[0].visits == len(judged_leaves)
 
 
 def test_what_is_kept_of_a_tree_is_whole_and_its_prompt_is_drawn_apart():
     """Kept: the even half. Later their prompts' members share nothing, and the first are kept."""
-    asked, _ = problems()
+    prompts, _ = problems()
     search = SEARCHED["frontier"]
-    source = TreeSearch(RunRows(rows()), search, asked, WEIGHTS, width=P, ends=(END,))
+    source = TreeSearch(RunRows(rows()), search, prompts, WEIGHTS, width=P, ends=(END,))
     rule = replay_rare(0.5, 0.8, each=2, prompts=8)
     plan = Plan(stored_apart, tree=search)
     method = get_method("grpo")._replace(plan=plan, edits=(rule,))
@@ -312,48 +314,48 @@ def test_what_is_kept_of_a_tree_is_whole_and_its_prompt_is_drawn_apart():
     first = step(5)
     assert first.counts["replayed"] == 0
     store = collector.collected.edits[0]
-    kept = {}
+    rows_by_prompt = {}
     for slot, row in sorted(store.rows.items(), key=lambda item: store.slots.age[item[0]]):
-        kept.setdefault(int(store.slots.prompt[slot]), []).append(row)
+        rows_by_prompt.setdefault(int(store.slots.prompt[slot]), []).append(row)
     shared = 0
-    for prompt, every in kept.items():
+    for prompt, every in rows_by_prompt.items():
         for row in every:
             assert row["rollout.mask"].all()
             assert (row["rollout.versions"] == 5).all()
             shares = first.ids["node"][prompt] > 0
             shared += int((shares & ~first.rollout.mask[prompt]).any())
-            whole = row["rollout.tokens"]
+            leaf_tokens = row["rollout.tokens"]
             tree = source.trees[prompt]
-            (leaf,) = [i for i in tree.leaves()[:G] if ids_at(tree, i) == whole.tolist()][:1]
+            (leaf,) = [i for i in tree.leaves()[:G] if ids_at(tree, i) == leaf_tokens.tolist()][:1]
             logprobs = [s.logprobs for s in tree.nodes[leaf].step.episode.segments]
             np.testing.assert_array_equal(row["rollout.sampler_logprobs"], np.concatenate(logprobs))
     assert shared
     again = step(6)
-    assert again.counts["replayed"] == sum(map(len, kept.values()))
+    assert again.counts["replayed"] == sum(map(len, rows_by_prompt.values()))
     # Prompts that are drawn without search come last in the request.
-    order = sorted(range(3), key=lambda n: n in kept)
+    order = sorted(range(3), key=lambda n: n in rows_by_prompt)
     for n, tree in zip(order, source.trees, strict=True):
-        held = kept.get(n, ())
-        apart = all(len(node.children) <= 1 for node in tree.nodes[1:])
-        if held:
-            assert apart
+        stored_rows = rows_by_prompt.get(n, ())
+        is_path = all(len(node.children) <= 1 for node in tree.nodes[1:])
+        if stored_rows:
+            assert is_path
             assert len(tree.nodes[0].children) == G
             nodes = [set(again.ids["node"][n, g][again.rollout.mask[n, g]]) for g in range(G)]
             assert sum(map(len, nodes)) == len(set.union(*nodes))
-        found = {tuple(row["rollout.tokens"]) for row in held}
-        first_ones = range(len(held))
+        stored_tokens = {tuple(row["rollout.tokens"]) for row in stored_rows}
+        first_ones = range(len(stored_rows))
         tokens = [again.rollout.tokens[n, g, : again.rollout.lengths[n, g]] for g in first_ones]
-        assert {tuple(x) for x in tokens} == found
-        assert (again.ids["replayed"][n] == (np.arange(G) < len(held))).all()
-    assert 0 < len(kept) < 3
+        assert {tuple(x) for x in tokens} == stored_tokens
+        assert (again.ids["replayed"][n] == (np.arange(G) < len(stored_rows))).all()
+    assert 0 < len(rows_by_prompt) < 3
     batch = to_batch(
         again.rollout, again.rewards, np.array([1.0, 0.0], np.float32), again.ids, again.stats
     )
     objective = get_method("deepsearch").objective
     advantages = np.asarray(compute_advantages(objective, batch, objective.init())[0])
-    for n, held in kept.items():
+    for n, stored_rows in rows_by_prompt.items():
         scores = np.asarray(again.rewards, np.float64)[n, :, 0]
-        for g in range(len(held)):
+        for g in range(len(stored_rows)):
             last = again.rollout.lengths[n, g] - 1
             at_leaf = scores[g] - scores.mean()
             assert advantages[n, g, last] == pytest.approx(at_leaf, abs=1e-5)
@@ -369,7 +371,7 @@ def path_of(tree, node):
 
 def test_deepsearch_reads_the_values_of_its_search():
     """In float64: tanh of q at the nodes before the leaf, the leaf's score at the leaf."""
-    groups, source, _ = drawn(SEARCHED["frontier"])
+    groups, source, _ = run_search(SEARCHED["frontier"])
     weights = np.array([1.0, 0.0], np.float32)
     batch = to_batch(groups.rollout, groups.rewards, weights, groups.ids, groups.stats)
     objective = get_method("deepsearch").objective
@@ -424,13 +426,15 @@ def test_a_path_is_worth_what_the_value_head_says_behind_its_last_token():
     longest = run.width + run.task.completion_tokens
     tokens = np.random.default_rng(0).integers(0, run.network.vocab_size, (2, longest))
     lengths = np.array([longest - 3, 2], np.int32)
-    found = run_estimate(run)({"policy": policy, "value": head}, tokens.astype(np.int32), lengths)
-    for row, length, points in zip(tokens, lengths, np.asarray(found, np.float64), strict=True):
+    estimates = run_estimate(run)(
+        {"policy": policy, "value": head}, tokens.astype(np.int32), lengths
+    )
+    for row, length, points in zip(tokens, lengths, np.asarray(estimates, np.float64), strict=True):
         alone, at = row[None, :length].astype(np.int32), np.arange(length)[None]
         hidden, _ = run.network.hidden(policy, alone, at, np.ones_like(at))
         value = run.value.apply(head, hidden, alone, at, np.ones_like(at))[0, -1]
         assert points == pytest.approx((1 + np.tanh(np.float64(value))) / 2, abs=1e-5)
-    assert abs(found[0] - found[1]) > 1e-3
+    assert abs(estimates[0] - estimates[1]) > 1e-3
     assert run_estimate(setup(load_config(None, [*TASK, "method=deepsearch"]))) is None
 
 
@@ -450,8 +454,8 @@ def test_a_search_at_evaluation_samples_what_training_samples():
     with jax.set_mesh(run.mesh):
         key, params, _ = load_policy(run, None)
         source = task_source(run, None)
-        asked = simple_request(key, {"policy": params}, 0, np.arange(4, dtype=np.int32), 4)
-        source.draw(asked.replace(asks=(asked.asks[0].replace(tree=search),)))
+        plain_request = simple_request(key, {"policy": params}, 0, np.arange(4, dtype=np.int32), 4)
+        source.draw(plain_request.replace(asks=(plain_request.asks[0].replace(tree=search),)))
         evaluated = searched_run(config, search.width)
         _, prompts = problems_of(evaluated, key, "train")
         seeds, kind = prompt_seeds(key, "sample", 0, np.arange(4)), {"step_tokens": search.tokens}
@@ -533,12 +537,12 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("said", BAD)
-def test_what_cannot_be_searched_is_named_before_anything_compiles(said):
-    config = load_config(None, [*TASK, *BAD[said]])
+@pytest.mark.parametrize("message", BAD)
+def test_what_cannot_be_searched_is_named_before_anything_compiles(message):
+    config = load_config(None, [*TASK, *BAD[message]])
     with pytest.raises(UserError) as caught:
         setup(config)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_compiled_run_does_not_search(tmp_path):

@@ -27,14 +27,14 @@ def elsewhere(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def check(mistake: Mistake, said: str):
+def check(mistake: Mistake, message: str):
     """One line or two, which name the key and the value, and say more than that."""
-    lines = said.splitlines()
-    assert 1 <= len(lines) <= 2, said
-    assert mistake.key in said
+    lines = message.splitlines()
+    assert 1 <= len(lines) <= 2, message
+    assert mistake.key in message
     value = mistake.value.replace("1e300", "1e+300")
-    assert value.lower() in said.lower()
-    assert "Error:" not in said or "tfds" in said, said
+    assert value.lower() in message.lower()
+    assert "Error:" not in message or "tfds" in message, message
     assert all(": " in line or "; " in line or "?" in line for line in lines)
     assert max(map(len, lines)) < 1000
 

@@ -174,10 +174,10 @@ def test_devices_of_its_own_are_no_other_experiment_unless_the_policy_lags():
 
 @pytest.mark.parametrize("key", RENAMED)
 def test_an_old_key_says_what_to_write_now(key):
-    assert key not in {known.name for known in describe()}
-    said = fails([f"{key}=1", "seed=-1"])
-    assert f"{key} = 1 is no longer a key; {RENAMED[key]}" in said
-    assert "seed = -1; must be at least 0" in said  # with all other problems
+    assert key not in {entry.name for entry in describe()}
+    error = fails([f"{key}=1", "seed=-1"])
+    assert f"{key} = 1 is no longer a key; {RENAMED[key]}" in error
+    assert "seed = -1; must be at least 0" in error  # with all other problems
     for word in RENAMED[key].replace(",", " ").replace(";", " ").split():
         if "." in word and word.partition(".")[0] in ("data", "frozen", "objective", "sampling"):
             assert load_config(None, [f"{word}={NEW.get(word, 'x')}"])
@@ -200,8 +200,8 @@ def test_a_key_of_some_kinds_says_which():
 def test_every_key_is_described_and_every_leaf_is_listed():
     keys = {key.name: key for key in describe()}
     assert all(key.text for key in keys.values())
-    listed = {name for name in flatten(load_config(None)) if name not in ("rewards", "objective")}
-    assert listed <= keys.keys()
+    names = {name for name in flatten(load_config(None)) if name not in ("rewards", "objective")}
+    assert names <= keys.keys()
     assert keys["train.mode"].kind == "host | in_flight | packed | compiled"
     assert keys["run.dir"].kind == "text"
 
@@ -246,6 +246,6 @@ def test_a_configuration_that_is_not_there_has_neighbours(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "tiny.toml").write_text("")
-    for given in ("tiny.tml", "configs/tny.toml", "elsewhere/tiny.toml"):
+    for path in ("tiny.tml", "configs/tny.toml", "elsewhere/tiny.toml"):
         with pytest.raises(UserError, match="did you mean configs/tiny.toml"):
-            load_config(given)
+            load_config(path)

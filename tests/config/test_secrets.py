@@ -28,11 +28,11 @@ def test_other_options_are_kept(name):
 
 def test_nothing_that_is_written_holds_a_secret_and_the_run_has_it():
     config = build_config(TREE)
-    for written in (dump(config), str(flatten(config)), str(as_tree(config, none=True))):
-        assert "sk-123" not in written
-        assert "'pw'" not in written
-        assert HIDDEN in written
-        assert "max_tokens" in written
+    for text in (dump(config), str(flatten(config)), str(as_tree(config, none=True))):
+        assert "sk-123" not in text
+        assert "'pw'" not in text
+        assert HIDDEN in text
+        assert "max_tokens" in text
     options = config.rewards["a.py:judge"].options
     assert reveal(options, "rewards.x") == TREE["rewards"]["a.py:judge"]
 
@@ -96,9 +96,9 @@ OWN = {
 
 def test_secrets_of_every_table_of_options_are_hidden():
     config = build_config(OWN)
-    for written in (dump(config), str(flatten(config)), str(as_tree(config))):
-        assert "sk-77x" not in written
-        assert written.count(HIDDEN) == 6
+    for text in (dump(config), str(flatten(config)), str(as_tree(config))):
+        assert "sk-77x" not in text
+        assert text.count(HIDDEN) == 6
     assert build_config(OWN).data.train == "rows.jsonl"
 
 
@@ -117,20 +117,20 @@ def test_functions_of_ones_own_get_their_secrets(tmp_path, monkeypatch):
         "def sgd(rate, tokens):\n    seen.append(tokens)\n    return optax.sgd(rate)\n"
     )
     sizes = "{layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
-    own = f"{tmp_path}/own.py"
+    module = f"{tmp_path}/own.py"
     config = load_config(
         None,
         [
-            *(f"data.task='{own}:task'", "data.auth='env:THE_KEY'", f"model.config={sizes}"),
-            *(f"method='{own}:method'", "objective.api_key=abc"),
-            *(f"optimizer.name='{own}:sgd'", "optimizer.tokens=['env:THE_KEY']"),
+            *(f"data.task='{module}:task'", "data.auth='env:THE_KEY'", f"model.config={sizes}"),
+            *(f"method='{module}:method'", "objective.api_key=abc"),
+            *(f"optimizer.name='{module}:sgd'", "optimizer.tokens=['env:THE_KEY']"),
         ],
     )
     run = build.setup(config)
     assert isinstance(run.optimizer, optax.GradientTransformation)
-    seen = _module(own).seen
-    assert {"sk-77x", "abc"} <= {x for x in seen if isinstance(x, str)}
-    assert ["sk-77x"] in seen
+    arguments = _module(module).seen
+    assert {"sk-77x", "abc"} <= {x for x in arguments if isinstance(x, str)}
+    assert ["sk-77x"] in arguments
     assert "THE_KEY" in dump(config)
     assert "abc" not in dump(config)
 
@@ -211,11 +211,11 @@ HARMLESS = {
 
 @pytest.mark.parametrize("name", SECRETS)
 def test_secrets_are_hidden_by_their_kind(name):
-    shown = hide({name: SECRETS[name]})[name]
-    assert "1234" not in str(shown).replace("123456:", "")
-    assert HIDDEN in str(shown)
-    if isinstance(shown, list):
-        assert shown[0] == SECRETS[name][0]  # the rest of a command stays
+    hidden = hide({name: SECRETS[name]})[name]
+    assert "1234" not in str(hidden).replace("123456:", "")
+    assert HIDDEN in str(hidden)
+    if isinstance(hidden, list):
+        assert hidden[0] == SECRETS[name][0]  # the rest of a command stays
 
 
 @pytest.mark.parametrize("name", HARMLESS)
@@ -240,10 +240,10 @@ def test_the_environment_gives_what_stands_beside_a_name(value, monkeypatch):
 
 
 def test_messages_hold_no_secrets():
-    told = "rewards.j.url = 'http://me:pw12@host/v1?api_key=pw12&n=3' refuses sk-abcdefghpw12345"
-    shown = without_secrets(told)
-    assert "pw12" not in shown
-    assert "n=3" in shown
+    text = "rewards.j.url = 'http://me:pw12@host/v1?api_key=pw12&n=3' refuses sk-abcdefghpw12345"
+    hidden = without_secrets(text)
+    assert "pw12" not in hidden
+    assert "n=3" in hidden
     plain = "train.max_tokens = 'x'; see http://host/page?token_count=3 or data.answer_key = 'y'"
     assert without_secrets(plain).startswith("train.max_tokens = 'x'; see http://host/page?token_c")
     assert without_secrets("objective.key = 'x'; use 3") == "objective.key = 'x'; use 3"

@@ -205,15 +205,15 @@ def test_an_optimizer_has_its_own_keys():
 def test_optional_tables_are_none_where_they_are_not_given():
     without = load_config(None, [])
     assert (without.lora, without.placement) == (None, None)
-    given = load_config(None, ["lora.rank=2", "placement.staleness=4"])
-    assert (given.lora.rank, given.lora.alpha) == (2, 16.0)
-    assert given.placement.staleness == 4
+    config = load_config(None, ["lora.rank=2", "placement.staleness=4"])
+    assert (config.lora.rank, config.lora.alpha) == (2, 16.0)
+    assert config.placement.staleness == 4
 
 
 def test_axes_left_out_are_1():
-    given = load_config(None, ["mesh.data=4", "placement={}", "sampling.mesh.fsdp=2"])
-    assert given.mesh_axes == {"data": 4, "fsdp": 1, "tensor": 1, "context": 1, "expert": 1}
-    assert given.sampling.mesh_axes == given.mesh_axes | {"data": 1, "fsdp": 2}
+    config = load_config(None, ["mesh.data=4", "placement={}", "sampling.mesh.fsdp=2"])
+    assert config.mesh_axes == {"data": 4, "fsdp": 1, "tensor": 1, "context": 1, "expert": 1}
+    assert config.sampling.mesh_axes == config.mesh_axes | {"data": 1, "fsdp": 2}
 
 
 def test_a_word_stands_for_a_list_of_one():

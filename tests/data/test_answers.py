@@ -21,9 +21,9 @@ from jrl.errors import UserError
 )
 def test_the_last_match_as_re_finds_it(pattern, text):
     pattern = pattern or "()"
-    found = list(re.finditer(pattern, text))
+    matches = list(re.finditer(pattern, text))
     with AnswerFinder(pattern) as answers:
-        assert answers.find(text, "x") == ((found[-1].group(1) or "") if found else None)
+        assert answers.find(text, "x") == ((matches[-1].group(1) or "") if matches else None)
 
 
 @pytest.mark.parametrize("pattern", [r"(a+)+b", r"(a|a)*b", r"(.*)*\1b", "(a*)*(a*)*b"])

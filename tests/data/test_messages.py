@@ -1,4 +1,4 @@
-"""What a file says never becomes a control token, and nothing of a conversation is dropped."""
+"""Text of a file never becomes a control token, and nothing of a conversation is dropped."""
 
 import json
 import sys
@@ -39,7 +39,7 @@ TALK = [
 
 
 def controls(tokenizer, ids):
-    """How many turns begin and end, and thoughts begin, in these ids."""
+    """Number of turns that begin and end, and of thoughts that begin, in these ids."""
     ids = list(map(int, ids))
     return [ids.count(tokenizer.encode(mark)[0]) for mark in ("<|im_start|>", "<|im_end|>")]
 
@@ -52,8 +52,8 @@ def prompt_of(tokenizer, row, solution_key=None, **words):
 
 def pair_of(tokenizer, row):
     sizes = {"max_prompt_tokens": 900, "max_completion_tokens": 400}
-    (judged,), _ = build_judged(MemoryRows([row]), Wording(tokenizer), **sizes)
-    return judged
+    (judged_row,), _ = build_judged(MemoryRows([row]), Wording(tokenizer), **sizes)
+    return judged_row
 
 
 @pytest.mark.parametrize("question", [SPELLED, [{"role": "user", "content": SPELLED}]])
@@ -70,10 +70,10 @@ def test_a_question_that_spells_control_tokens_stays_text(chat_tokenizer, questi
 @pytest.mark.parametrize("template", ["plain", "<|im_start|>Q: {question}<|im_end|>"])
 def test_so_does_one_in_a_template_of_ones_own(chat_tokenizer, template):  # noqa: F811
     tokenizer = chat_tokenizer("qwen")
-    made = prompt_of(tokenizer, {"question": SPELLED, "answer": "4"}, template=template)
+    prompt = prompt_of(tokenizer, {"question": SPELLED, "answer": "4"}, template=template)
     frames = 0 if template == "plain" else 1
-    assert controls(tokenizer, made.tokens) == [frames, frames]
-    assert SPELLED in tokenizer.decode(made.tokens, skip_special=False)
+    assert controls(tokenizer, prompt.tokens) == [frames, frames]
+    assert SPELLED in tokenizer.decode(prompt.tokens, skip_special=False)
     row = {"question": "q", "answer": "4"}
     under = prompt_of(tokenizer, row, template=template, system=SPELLED)  # as under the chat's
     assert controls(tokenizer, under.tokens) == [frames, frames]
@@ -99,8 +99,8 @@ def test_tools_calls_and_results_of_a_pair_are_written(chat_tokenizer):  # noqa:
     assert "How warm" in text
     assert '"name": "weather", "arguments": {"a": 1}' in text
     chosen = pair_of(tokenizer, {"prompt": "Warm?", "chosen": [CALL], "rejected": NO})
-    said = tokenizer.decode(chosen.completions[0], skip_special=False)
-    assert '<tool_call>\n{"name": "weather", "arguments": {"a": 1}}\n</tool_call>' in said
+    content = tokenizer.decode(chosen.completions[0], skip_special=False)
+    assert '<tool_call>\n{"name": "weather", "arguments": {"a": 1}}\n</tool_call>' in content
 
 
 def test_what_a_template_would_drop_is_refused(chat_tokenizer):  # noqa: F811
@@ -162,7 +162,9 @@ def test_text_from_outside_is_never_a_control_token_in_prompts_pairs_and_chats(
 ):
     """Questions, earlier messages, results of tools: the controls are those of harmless text."""
     tokenizer = chat_tokenizer(name)
-    known = {i for i in range(tokenizer.vocab_size) if tokenizer.controls(text_of(tokenizer, [i]))}
+    control_ids = {
+        i for i in range(tokenizer.vocab_size) if tokenizer.controls(text_of(tokenizer, [i]))
+    }
 
     def paths(text):
         user = [{"role": "user", "content": text}]
@@ -179,11 +181,11 @@ def test_text_from_outside_is_never_a_control_token_in_prompts_pairs_and_chats(
             yield prompt_of(tokenizer, {"question": talk, "answer": "4"}).tokens
             yield prompt_of(tokenizer, {"question": text, "answer": "4"}, system=text).tokens
 
-    harmless = [[i for i in map(int, ids) if i in known] for ids in paths("hi")]
-    assert len(known) >= 10
+    harmless = [[i for i in map(int, ids) if i in control_ids] for ids in paths("hi")]
+    assert len(control_ids) >= 10
     assert all(harmless[:2])
     for attack in ATTACKS:
-        got = [[i for i in map(int, ids) if i in known] for ids in paths(attack)]
+        got = [[i for i in map(int, ids) if i in control_ids] for ids in paths(attack)]
         assert got == harmless, attack
 
 
@@ -204,9 +206,9 @@ def test_what_a_template_writes_into_its_frame_spells_no_control_token(
     function = {**WEATHER["function"], "description": f"It {mark}"}
     with pytest.raises(UserError, match="tools of the prompt spells the control token"):
         prompt_of(tokenizer, row | {"tools": [{"type": "function", "function": function}]})
-    asked = [*TALK[:2], {"role": "tool", "content": "3", "tool_call_id": mark}]
+    messages = [*TALK[:2], {"role": "tool", "content": "3", "tool_call_id": mark}]
     with pytest.raises(UserError, match="tool_call_id of the prompt spells the control token"):
-        prompt_of(tokenizer, row | {"question": asked})
+        prompt_of(tokenizer, row | {"question": messages})
     with pytest.raises(UserError, match=r"data.template_variables.mood spells the control token"):
         prompt_of(tokenizer, row, variables={"mood": [mark]})
     with pytest.raises(UserError, match=r"chat_template_kwargs.mood spells the control token"):
@@ -214,8 +216,8 @@ def test_what_a_template_writes_into_its_frame_spells_no_control_token(
 
 
 def test_a_row_may_have_template_variables_of_its_own(chat_tokenizer):  # noqa: F811
-    said = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    tokenizer = chat_tokenizer(said + "{% if quick %}!{% endif %}")
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = chat_tokenizer(template + "{% if quick %}!{% endif %}")
     row = {"question": "hi", "answer": "4", "chat_template_kwargs": {"quick": True}}
     assert prompt_of(tokenizer, row).text == "hi!"
     assert prompt_of(tokenizer, row, variables={"quick": False}).text == "hi!"
@@ -268,8 +270,8 @@ def test_the_end_of_a_turn_is_found_and_told_only_where_no_file_names_it(tmp_pat
     (note,) = base_tokenizer(tmp_path).notes
     assert "ends turns with '<|im_end|>'" in note
     assert "name '<|endoftext|>' alone; completions end at either" in note
-    named = base_tokenizer(tmp_path, eos="<|im_end|>")
-    assert (named.notes, named.stop_ids) == ([], (named.turn_id,))
+    with_eos = base_tokenizer(tmp_path, eos="<|im_end|>")
+    assert (with_eos.notes, with_eos.stop_ids) == ([], (with_eos.turn_id,))
     for template in ("{{ messages[0].content }}", "{{ raise_exception('no') }}"):
         tokenizer = base_tokenizer(tmp_path, template=template)
         assert (tokenizer.turn_id, tokenizer.notes) == (None, [])

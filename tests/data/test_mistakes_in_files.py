@@ -110,16 +110,16 @@ PROMPTS = {
 }
 
 
-def said_of(place, name, content, read):
-    """What is said of a file; the error of a sound one fails the test."""
+def error_of(place, name, content, read):
+    """Error message of a file; a sound file fails the test."""
     (place / name).write_bytes(content)
     with pytest.raises(UserError) as raised:
         read(open_source(str(place / name), key="data.train"))
-    said = str(raised.value)
-    assert len(said.splitlines()) == 1, said
-    assert len(said.replace(str(place), "")) < 600, said
-    assert name in said or "data.train" in said, said
-    return said
+    message = str(raised.value)
+    assert len(message.splitlines()) == 1, message
+    assert len(message.replace(str(place), "")) < 600, message
+    assert name in message or "data.train" in message, message
+    return message
 
 
 def prompts_of(source):
@@ -129,7 +129,7 @@ def prompts_of(source):
 @pytest.mark.parametrize("name", PROMPTS)
 def test_prompts(name, tmp_path):
     file, content, expected = PROMPTS[name]
-    assert expected in said_of(tmp_path, file, content, prompts_of)
+    assert expected in error_of(tmp_path, file, content, prompts_of)
 
 
 SOUND = {
@@ -188,27 +188,29 @@ def pairs_of(source):
 @pytest.mark.parametrize("name", PAIRS)
 def test_pairs(name, tmp_path):
     content, expected = PAIRS[name]
-    assert expected in said_of(tmp_path, "a.jsonl", content + b"\n", pairs_of)
+    assert expected in error_of(tmp_path, "a.jsonl", content + b"\n", pairs_of)
 
 
 def test_a_column_of_another_type_in_parquet(tmp_path):
     content = parquet(question=[1, 2], answer=["a", "b"])
-    assert "question must be text" in said_of(tmp_path, "a.parquet", content, prompts_of)
+    assert "question must be text" in error_of(tmp_path, "a.parquet", content, prompts_of)
     content = parquet(question=["a?", None], answer=["a", "b"])
-    assert "row 1: question must be" in said_of(tmp_path, "a.parquet", content, prompts_of)
+    assert "row 1: question must be" in error_of(tmp_path, "a.parquet", content, prompts_of)
 
 
 def test_a_damaged_page_of_parquet(tmp_path):
     content = bytearray(parquet(question=["a?" * 50, "b?"], answer=["a", "b"]))
     content[8:40] = b"\xff" * 32  # the header of the first page; the footer stays
-    said = said_of(tmp_path, "a.parquet", bytes(content), prompts_of)
-    assert "row 0: row group 0 cannot be read" in said
+    message = error_of(tmp_path, "a.parquet", bytes(content), prompts_of)
+    assert "row 0: row group 0 cannot be read" in message
 
 
 def test_very_many_lines_of_a_small_file_are_refused_before_memory_is_full(tmp_path, monkeypatch):
     monkeypatch.setattr("jrl.system.memory.host_bytes", lambda: 2**27)
-    said = said_of(tmp_path, "a.jsonl.gz", gzip.compress(b"{}\n" * 700_000), prompts_of)
-    assert "a.jsonl.gz': 700000 rows: this takes at least 267 MiB of memory, and there are" in said
+    message = error_of(tmp_path, "a.jsonl.gz", gzip.compress(b"{}\n" * 700_000), prompts_of)
+    assert (
+        "a.jsonl.gz': 700000 rows: this takes at least 267 MiB of memory, and there are" in message
+    )
 
 
 def test_what_a_compressed_file_holds_is_in_no_memory_and_needs_room_on_disk(tmp_path, monkeypatch):
@@ -226,12 +228,12 @@ def test_what_a_compressed_file_holds_is_in_no_memory_and_needs_room_on_disk(tmp
     assert source[0] == json.loads(GOOD)
     full = lambda *args: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full"))  # noqa: E731
     monkeypatch.setattr("jrl.data.lines.os.write", full)
-    said = said_of(tmp_path, "b.jsonl.gz", path.read_bytes(), prompts_of)
-    assert "decompressed it has more than" in said
-    assert "set TMPDIR to a directory with more room" in said
+    message = error_of(tmp_path, "b.jsonl.gz", path.read_bytes(), prompts_of)
+    assert "decompressed it has more than" in message
+    assert "set TMPDIR to a directory with more room" in message
 
 
 def test_a_line_of_100_megabytes_is_named(tmp_path):
     content = b'{"question": "' + b"x" * 100_000_000 + b'", "answer": "2"}\n'
-    said = said_of(tmp_path, "a.jsonl", GOOD + content, prompts_of)
-    assert "line 2: the prompt has" in said
+    message = error_of(tmp_path, "a.jsonl", GOOD + content, prompts_of)
+    assert "line 2: the prompt has" in message

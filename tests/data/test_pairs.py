@@ -63,9 +63,9 @@ def read(*rows, tokenizer=None, **more):
     return build_judged(MemoryRows(rows, "line"), wording, **{**LIMITS, **more})
 
 
-def texts(judged, tokenizer=None):
+def texts(row, tokenizer=None):
     tokenizer = tokenizer or Chat()
-    return judged.text, [tokenizer.decode(c) for c in judged.completions]
+    return row.text, [tokenizer.decode(c) for c in row.completions]
 
 
 def fails(*rows, **more):
@@ -89,47 +89,47 @@ PAIRS = {
 
 @pytest.mark.parametrize("form", PAIRS)
 def test_all_forms_of_a_pair_are_the_same_pair(form):
-    (judged,), counts = read({**PAIRS[form], "source": "kept out"})
-    assert texts(judged) == ("u:2+2?;a:", ["4?", "5?"])
-    assert judged.prompt.tolist() == Chat().encode("u:2+2?;a:")
-    assert judged.scores == (1.0, 0.0)
+    (pair,), counts = read({**PAIRS[form], "source": "kept out"})
+    assert texts(pair) == ("u:2+2?;a:", ["4?", "5?"])
+    assert pair.prompt.tolist() == Chat().encode("u:2+2?;a:")
+    assert pair.scores == (1.0, 0.0)
     assert counts.kind == "pairs"
 
 
 def test_longer_conversations_keep_every_turn_in_the_prompt():
     turns = [Q, A, {"role": "user", "content": "why"}]
-    (judged,), _ = read({"chosen": [*turns, A], "rejected": [*turns, B]})
-    assert judged.text == "u:2+2?;a:4?;u:why?;a:"
-    assert texts(judged)[1] == ["4?", "5?"]
+    (pair,), _ = read({"chosen": [*turns, A], "rejected": [*turns, B]})
+    assert pair.text == "u:2+2?;a:4?;u:why?;a:"
+    assert texts(pair)[1] == ["4?", "5?"]
 
 
 def test_labels_and_lists_are_groups_of_one_and_of_many():
     row = {"prompt": "2+2", "completion": "4"}
-    judged, counts = read({**row, "label": True}, {**row, "label": 0})
-    assert [j.scores for j in judged] == [(1.0,), (0.0,)]
+    rows, counts = read({**row, "label": True}, {**row, "label": 0})
+    assert [j.scores for j in rows] == [(1.0,), (0.0,)]
     assert counts.kind == "labels"
-    (judged,), counts = read(
+    (rows,), counts = read(
         {"prompt": [Q], "responses": ["4", [B], "6"], "scores": np.array([1, -0.5, 0])}
     )
-    assert judged.scores == (1.0, -0.5, 0.0)
-    assert texts(judged)[1] == ["4?", "5?", "6?"]
+    assert rows.scores == (1.0, -0.5, 0.0)
+    assert texts(rows)[1] == ["4?", "5?", "6?"]
     assert counts.kind == "lists"
 
 
 def test_plain_text_ends_with_the_stop_token():
     tokenizer = CharTokenizer()
     row = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
-    (judged,), _ = read(row, tokenizer=tokenizer, template="plain")
-    assert judged.prompt.tolist() == tokenizer.encode("2+2=")
-    assert [c.tolist() for c in judged.completions] == [[*tokenizer.encode(x), STOP] for x in "45"]
-    (judged,), _ = read(row, tokenizer=tokenizer, template="q {question}>")
-    assert judged.text == "q 2+2=>"
+    (pair,), _ = read(row, tokenizer=tokenizer, template="plain")
+    assert pair.prompt.tolist() == tokenizer.encode("2+2=")
+    assert [c.tolist() for c in pair.completions] == [[*tokenizer.encode(x), STOP] for x in "45"]
+    (pair,), _ = read(row, tokenizer=tokenizer, template="q {question}>")
+    assert pair.text == "q 2+2=>"
 
 
 def test_texts_that_begin_alike_share_their_prompt_up_to_a_space():
     row = {"chosen": "say: two words", "rejected": "say: two lies"}
-    (judged,), _ = read(row, tokenizer=CharTokenizer(), template="plain")
-    assert texts(judged, CharTokenizer()) == ("say: two", [" words", " lies"])
+    (pair,), _ = read(row, tokenizer=CharTokenizer(), template="plain")
+    assert texts(pair, CharTokenizer()) == ("say: two", [" words", " lies"])
     assert "a prompt only with data.template = 'plain'" in fails(row)
 
 
@@ -137,15 +137,15 @@ def test_a_system_message_is_put_before_prompts_without_one():
     system = {"role": "system", "content": "be"}
     rows = [PAIRS["messages"], {"prompt": [{**system, "content": "own"}, Q], "chosen": "4"}]
     rows[1]["rejected"] = "5"
-    judged, _ = read(*rows, system="be")
-    assert [j.text[:6] for j in judged] == ["s:be?;", "s:own?"]
+    pairs, _ = read(*rows, system="be")
+    assert [j.text[:6] for j in pairs] == ["s:be?;", "s:own?"]
 
 
 def test_a_completion_is_what_the_template_writes_after_the_prompt():
-    (judged,), _ = read(PAIRS["text"], tokenizer=Thinking())
-    assert texts(judged) == ("u:2+2?;a:", ["=>4?", "=>5?"])
-    (judged,), _ = read(PAIRS["text"], tokenizer=Rewriting())
-    assert texts(judged) == ("u:2+2?;a:", ["4?", "5?"])
+    (pair,), _ = read(PAIRS["text"], tokenizer=Thinking())
+    assert texts(pair) == ("u:2+2?;a:", ["=>4?", "=>5?"])
+    (pair,), _ = read(PAIRS["text"], tokenizer=Rewriting())
+    assert texts(pair) == ("u:2+2?;a:", ["4?", "5?"])
 
 
 PAIR, LIST = PAIRS["text"], {"prompt": "a", "responses": ["b"]}
@@ -185,8 +185,8 @@ WRONG = {
 
 @pytest.mark.parametrize("message", WRONG)
 def test_what_is_wrong_is_said_with_its_line(message):
-    assert message in (said := fails(WRONG[message]))
-    assert said.startswith("line 1: ")
+    assert message in (error := fails(WRONG[message]))
+    assert error.startswith("line 1: ")
 
 
 def test_kinds_do_not_mix_and_messages_need_the_chat_template():
@@ -203,16 +203,16 @@ def test_too_long_is_dropped_or_truncated_as_configured():
     alike = {**PAIR, "chosen": "451", "rejected": "459"}
     rows = (PAIR, long_prompt, long_answer, alike)
     limits = {"max_prompt_tokens": 12, "max_completion_tokens": 2}
-    judged, counts = read(*rows, **limits, overlong="drop")
-    assert [j.id for j in judged] == [0]
+    pairs, counts = read(*rows, **limits, overlong="drop")
+    assert [j.id for j in pairs] == [0]
     assert (counts.rows, counts.used, counts.dropped, counts.truncated) == (4, 1, 3, 0)
     assert (counts.longest_prompt, counts.longest_completion) == (16, 4)
-    judged, counts = read(*rows, **limits, overlong="truncate")
-    assert [j.id for j in judged] == [0, 1, 2]  # the fourth has nothing left to compare
+    pairs, counts = read(*rows, **limits, overlong="truncate")
+    assert [j.id for j in pairs] == [0, 1, 2]  # the fourth has nothing left to compare
     assert (counts.used, counts.dropped, counts.truncated) == (3, 1, 2)
-    assert Chat().decode(judged[1].prompt) == "34567890?;a:"
-    assert texts(judged[2])[1] == ["45", "5?"]
-    assert judged[2].cut == (True, False)
+    assert Chat().decode(pairs[1].prompt) == "34567890?;a:"
+    assert texts(pairs[2])[1] == ["45", "5?"]
+    assert pairs[2].cut == (True, False)
     assert "no record of 1 is left: the longest prompt has 16" in fails(
         long_prompt, **limits, overlong="drop"
     )
@@ -227,8 +227,8 @@ def test_files_give_what_rows_give(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     expected = [texts(j) for j in read(*rows)[0]]
     for name in ("a.jsonl", "a.parquet"):
-        judged, _ = build_judged(open_source(str(tmp_path / name)), Chat(), **LIMITS)
-        assert [texts(j) for j in judged] == expected
+        pairs, _ = build_judged(open_source(str(tmp_path / name)), Chat(), **LIMITS)
+        assert [texts(j) for j in pairs] == expected
     (tmp_path / "b.jsonl").write_text(json.dumps(PAIR) + "\n\n" + json.dumps({"prompt": "x"}))
     with pytest.raises(UserError, match=r"b\.jsonl, line 3: there is no chosen and no rejected"):
         build_judged(open_source(str(tmp_path / "b.jsonl")), Wording(Chat()), **LIMITS)
@@ -237,8 +237,8 @@ def test_files_give_what_rows_give(tmp_path):
 def test_the_batch_says_who_is_there_and_what_counts():
     many = {"prompt": "2+2", "responses": ["4", "55", "6"], "scores": [1, 0.5, 0]}
     few = {"prompt": "1", "responses": ["1"], "scores": [2]}
-    judged, _ = read(many, few)
-    batch = judged_batch(judged, prompt_tokens=16, group=3, completion_tokens=5).check()
+    pairs, _ = read(many, few)
+    batch = judged_batch(pairs, prompt_tokens=16, group=3, completion_tokens=5).check()
     assert batch.members.tolist() == [[True] * 3, [True, False, False]]
     assert batch.lengths.tolist() == [[2, 3, 2], [2, 0, 0]]
     assert batch.mask.sum() == batch.lengths.sum() == 9
@@ -251,9 +251,9 @@ def test_the_batch_says_who_is_there_and_what_counts():
 
 
 def test_samples_become_pairs_of_best_and_worst():
-    drawn = [("p", " ", -1.0), ("p", "a", 0.5), ("q", "x", 1.0)]
-    drawn += [("p", "b", 1.0), ("q", "y", 1.0), ("p", "c", 0.0)]
-    samples = [{"prompt": p, "completion": c, "reward": r} for p, c, r in drawn]
+    triples = [("p", " ", -1.0), ("p", "a", 0.5), ("q", "x", 1.0)]
+    triples += [("p", "b", 1.0), ("q", "y", 1.0), ("p", "c", 0.0)]
+    samples = [{"prompt": p, "completion": c, "reward": r} for p, c, r in triples]
     best = {"prompt": "p", "chosen": "b", "rejected": "c"}
     assert pairs_of_samples(samples) == [best]
     assert pairs_of_samples(samples, gap=1.0) == []
@@ -295,7 +295,7 @@ def test_steps_and_their_values_stand_at_their_tokens():
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         ({"responses": [[7], "8"]}, r"responses\[1\] = 8 with a prompt of token ids; give a list"),
         ({"responses": [[7], []]}, r"responses\[1\] = \[\] with a prompt of token ids"),
@@ -310,8 +310,8 @@ def test_steps_and_their_values_stand_at_their_tokens():
         (STEPS | {"step_values": [[1], [2]]}, r"step_values\[1\] = \[2\]; give 2 numbers"),
     ],
 )
-def test_what_is_wrong_with_token_ids_is_named(more, said):
-    with pytest.raises(UserError, match=said):
+def test_what_is_wrong_with_token_ids_is_named(more, message):
+    with pytest.raises(UserError, match=message):
         read(IDS | more)
 
 
@@ -330,10 +330,8 @@ def test_all_rows_have_visits_or_none():
 def test_attributes_stand_beside_their_responses():
     """HelpSteer2's, null where one is not labelled."""
     row = {"prompt": "q", "responses": ["a", "bc"], "scores": [1, 0]}
-    judged, _ = read(
-        row | {"attributes": [[4, None], [0, 2.5]]}, row | {"attributes": [[1, 2]] * 2}
-    )
-    batch = judged_batch(judged, prompt_tokens=8, group=3, completion_tokens=6)
+    pairs, _ = read(row | {"attributes": [[4, None], [0, 2.5]]}, row | {"attributes": [[1, 2]] * 2})
+    batch = judged_batch(pairs, prompt_tokens=8, group=3, completion_tokens=6)
     first, second = batch.stats["attribute_0"], batch.stats["attribute_1"]
     assert first[0, :2, 0].tolist() == [4, 0]
     assert np.isnan(second[0, 0]).all()
@@ -382,9 +380,9 @@ def test_a_pair_with_scores_is_two_that_aim_at_them():
 
 def test_a_rationale_is_a_member_that_reads_both_answers_and_learns_the_rest():
     row = {"prompt": "2+2", "chosen": "4", "rejected": "5", "rationale": "sum"}
-    judged, _ = read(row, rationales=True)
-    assert texts(judged[0])[1] == ["4?", "5?", "4?5?sum?"]
-    batch = judged_batch(judged, prompt_tokens=12, group=3, completion_tokens=9)
+    pairs, _ = read(row, rationales=True)
+    assert texts(pairs[0])[1] == ["4?", "5?", "4?5?sum?"]
+    batch = judged_batch(pairs, prompt_tokens=12, group=3, completion_tokens=9)
     assert batch.ids["stratum"].tolist() == [[0, 0, 1]]
     assert batch.mask.sum(2).tolist() == [[2, 2, 4]]
     assert batch.mask[0, 2].tolist() == [False] * 4 + [True] * 4 + [False]
@@ -395,9 +393,9 @@ def test_a_rationale_is_a_member_that_reads_both_answers_and_learns_the_rest():
         read(row, rationales=True, max_completion_tokens=7)
     with pytest.raises(UserError, match="rationale = None; the method learns why"):
         read({**row, "rationale": None}, rationales=True)
-    listed = {"prompt": "2+2", "responses": ["4"], "scores": [1.0]}
+    list_row = {"prompt": "2+2", "responses": ["4"], "scores": [1.0]}
     with pytest.raises(UserError, match="a rationale belongs to chosen and rejected"):
-        read(listed, rationales=True)
+        read(list_row, rationales=True)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_overlong_prompts_are_refused_dropped_or_cut_and_counted():
 
 
 @pytest.mark.parametrize(
-    ("row", "options", "says"),
+    ("row", "options", "message"),
     [
         ({"answer": "4"}, {}, "line 1: there is no field 'question'; set data.fields.question"),
         (
@@ -126,8 +126,8 @@ def test_overlong_prompts_are_refused_dropped_or_cut_and_counted():
         ({"question": "2?", "answer": "# "}, {"answer_pattern": "#(.)"}, "line 1: answer is empty"),
     ],
 )
-def test_rows_that_cannot_be_used_are_named(row, options, says):
-    with pytest.raises(UserError, match=says):
+def test_rows_that_cannot_be_used_are_named(row, options, message):
+    with pytest.raises(UserError, match=message):
         build(Rows([row]), **options)
 
 

@@ -42,13 +42,13 @@ def test_jsonl_without_a_last_newline_and_with_a_byte_order_mark(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [("{'a': 1}", "not valid JSON"), ('{"a": ', "not valid JSON"), ("[1]", "not a list")],
 )
-def test_a_malformed_line_is_named(tmp_path, line, says):
+def test_a_malformed_line_is_named(tmp_path, line, message):
     source = open_source(write_lines(tmp_path / "a.jsonl", '{"a": 1}', "", line))
     assert source[0] == {"a": 1}
-    with pytest.raises(UserError, match=rf"a\.jsonl, line 3: .*{says}"):
+    with pytest.raises(UserError, match=rf"a\.jsonl, line 3: .*{message}"):
         source[1]
 
 

@@ -54,9 +54,9 @@ def test_json_holds_one_list(tmp_path):
     assert source[0] == {"a": 1}
     with pytest.raises(UserError, match=r"a\.json, row 1: must hold a JSON object"):
         source[1]
-    for text, said in (("{}", "must hold a list"), ("[", "not valid JSON")):
+    for text, message in (("{}", "must hold a list"), ("[", "not valid JSON")):
         path.write_text(text)
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             open_source(str(path))
 
 
@@ -75,15 +75,15 @@ def test_a_mixture_has_the_parts_that_were_asked_for_and_every_row():
         name: MemoryRows([{"of": name, "i": i} for i in range(n)]) for name, n in SIZES.items()
     }
     mixed = Mixture(sources, {"big": 3.0, "small": 1.0, "tiny": 2.0})
-    seen = rows_of(mixed)
-    counts = collections.Counter(row["of"] for row in seen)
+    rows = rows_of(mixed)
+    counts = collections.Counter(row["of"] for row in rows)
     assert counts == {"big": 60, "small": 20, "tiny": 40}
     for name, size in SIZES.items():
-        visited = [row["i"] for row in seen if row["of"] == name]
+        visited = [row["i"] for row in rows if row["of"] == name]
         assert visited == [i % size for i in range(counts[name])]
-    first = collections.Counter(row["of"] for row in seen[:12])  # they alternate from the start
+    first = collections.Counter(row["of"] for row in rows[:12])  # they alternate from the start
     assert first == {"big": 6, "small": 2, "tiny": 4}
-    assert mixed.where(0) == sources[seen[0]["of"]].where(seen[0]["i"])
+    assert mixed.where(0) == sources[rows[0]["of"]].where(rows[0]["i"])
 
 
 SIZES = {"big": 60, "small": 7, "tiny": 2}
@@ -109,8 +109,8 @@ def prompts(rows, **options):
 
 def test_rows_that_cannot_be_used_are_counted_and_left_out():
     rows = [GOOD, {"question": "no answer?"}, GOOD, {"question": 3, "answer": "1"}, GOOD]
-    kept, counts = prompts(rows, invalid="skip")
-    assert [prompt.id for prompt in kept] == [0, 2, 4]
+    usable, counts = prompts(rows, invalid="skip")
+    assert [prompt.id for prompt in usable] == [0, 2, 4]
     assert "3 prompts of 5 rows" in str(counts)
     assert "2 of 5 rows skipped: row 2: there is no field 'answer'" in str(counts)
     assert str(counts).endswith("; and row 4")
@@ -139,8 +139,8 @@ def test_judged_rows_that_cannot_be_used():
     rows = [{"prompt": "a", "chosen": "b", "rejected": c} for c in ("c", "b", "d")]
     wording = Wording(char_tokenizer(), template="plain")
     options = {"max_prompt_tokens": 8, "max_completion_tokens": 8}
-    kept, counts = build_judged(MemoryRows(rows), wording, invalid="skip", **options)
-    assert [one.id for one in kept] == [0, 2]
+    usable, counts = build_judged(MemoryRows(rows), wording, invalid="skip", **options)
+    assert [one.id for one in usable] == [0, 2]
     assert "1 of 3 rows skipped: row 2: chosen and rejected are equal" in str(counts)
     with pytest.raises(UserError, match=r"row 2: .*data.invalid = 'skip' leaves such rows out"):
         build_judged(MemoryRows(rows), wording, **options)

@@ -36,7 +36,7 @@ def row(tree, i):
 @pytest.mark.parametrize("name", sorted(TASKS))
 def test_splits_share_no_problem(name):
     task = task_of(name)
-    seen = {
+    texts = {
         split: {
             task.tokenizer.decode(tokens[:length])
             for tokens, length in zip(
@@ -46,9 +46,9 @@ def test_splits_share_no_problem(name):
         for split in ("train", "eval")
         for problems in [problems_of(name, split)]
     }
-    assert not seen["train"] & seen["eval"]
-    assert len(seen["eval"]) >= 500
-    assert len(seen["train"]) > len(seen["eval"])
+    assert not texts["train"] & texts["eval"]
+    assert len(texts["eval"]) >= 500
+    assert len(texts["train"]) > len(texts["eval"])
 
 
 @pytest.mark.parametrize("name", sorted(TASKS))
@@ -123,12 +123,12 @@ def test_arithmetic_agrees_with_python():
     task = get_task("arithmetic", difficulty=3, operations="+-*")
     keys = jax.random.split(jax.random.key(0), 200)
     problems = jax.jit(jax.vmap(functools.partial(task.generate, split="train")))(keys)
-    seen = set()
+    operators = set()
     for i in range(200):
         text, answer = task.render(row(problems, i))
         assert str(eval(text[:-1])) == answer
-        seen |= set(text) & set("+-*")
-    assert seen == set("+-*")
+        operators |= set(text) & set("+-*")
+    assert operators == set("+-*")
 
 
 def test_arithmetic_twins_are_in_one_split():
@@ -261,10 +261,10 @@ def test_countdown_agrees_with_a_reader_in_python():
 )
 def test_countdown_expressions(expression, value):
     tokens = jnp.array([*task_of("countdown").tokenizer.encode(expression), STOP_ID])
-    found, legal = read_expression(jnp.array([3, 7, 5]), tokens, jnp.int32(len(tokens)))
+    result, legal = read_expression(jnp.array([3, 7, 5]), tokens, jnp.int32(len(tokens)))
     assert bool(legal) == (value is not None)
     if legal:
-        assert int(found) == value
+        assert int(result) == value
 
 
 @pytest.mark.parametrize("value", [0, 7, -13, 99, 100, -999, 1234, -1230])

@@ -68,7 +68,12 @@ async def no_wait():
 
 
 def counting_env(
-    wait=no_wait, turns=3, opened=None, done=lambda state: False, held=lambda prompt: 0, **fields
+    wait=no_wait,
+    turns=3,
+    opened=None,
+    done=lambda state: False,
+    state_of=lambda prompt: 0,
+    **fields,
 ):
     """Answers with the number of tokens said so far, which it keeps in place; four a turn."""
     opened = [] if opened is None else opened
@@ -76,7 +81,7 @@ def counting_env(
     async def init(prompt, seed):
         await wait()
         opened.append(prompt.id)
-        return {"said": 0, "turns": 0, "held": held(prompt)}, user(prompt.text)
+        return {"said": 0, "turns": 0, "held": state_of(prompt)}, user(prompt.text)
 
     async def step(state, reply):
         await wait()
@@ -101,22 +106,22 @@ def prompts(count):
 def play(env, tree=EVEN, count=2, group=4, slots=8, chunk=3, parked=None, **device):
     table = rows(slots, chunk, tree.at, parked)
     table.set_weights(params(), 7)
-    asked = prompts(count)
+    played_prompts = prompts(count)
     with Calls() as calls:
         return play_episodes(
             Device(table, **device),
             host_world(calls, env, PlainFormat(TOKENIZER), TOKENIZER),
-            asked,
-            [5 + p.id for p in asked],
+            played_prompts,
+            [5 + p.id for p in played_prompts],
             group=group,
             branches=EpisodeBranches(tree, group, slots),
         )
 
 
-def turns_of(played):
+def turns_of(rollout):
     return [
         [(s.tokens.tolist(), s.drawn, s.reward, s.node) for s in t.segments]
-        for group in played.groups
+        for group in rollout.groups
         for t in group
     ]
 
@@ -126,15 +131,15 @@ def ids_of(transcript):
 
 
 @pytest.fixture(scope="module")
-def calm():
+def tree_rollout():
     return play(counting_env())
 
 
-def test_branches_leave_behind_the_first_answer(calm):
+def test_branches_leave_behind_the_first_answer(tree_rollout):
     """Two roots and a branch of each, at every place that can be left: counted by hand."""
-    assert calm.counts["branches"] == 2 * 2
-    assert calm.counts["env_fork_errors"] == calm.counts["env_errors"] == 0
-    for group in calm.groups:
+    assert tree_rollout.counts["branches"] == 2 * 2
+    assert tree_rollout.counts["env_fork_errors"] == tree_rollout.counts["env_errors"] == 0
+    for group in tree_rollout.groups:
         for root, branch in ((0, 2), (1, 3)):
             mine, theirs = group[root].segments, group[branch].segments
             assert [s.drawn for s in mine] == [True, False, True, False, True]
@@ -153,49 +158,49 @@ def test_branches_leave_behind_the_first_answer(calm):
         assert all(n[2:] == [n[2]] * 3 for n in nodes)
 
 
-def test_the_environment_continues_from_where_it_was(calm):
-    for transcript in (t for group in calm.groups for t in group):
+def test_the_environment_continues_from_where_it_was(tree_rollout):
+    for transcript in (t for group in tree_rollout.groups for t in group):
         total = 0
         for turn, answer in zip(transcript.segments[::2], transcript.segments[1::2], strict=False):
             total += len(turn.tokens)
-            told = TOKENIZER.encode(f"{total}>")
+            reply = TOKENIZER.encode(f"{total}>")
             # Behind the end of the turn, where that was cut.
-            assert answer.tokens.tolist()[-len(told) :] == told
+            assert answer.tokens.tolist()[-len(reply) :] == reply
         assert transcript.points == sum(len(s.tokens) for s in transcript.segments[::2])
 
 
-def test_each_token_is_trained_once_and_scored_as_it_was_drawn(calm):
-    found = to_rollout(calm.groups, RowShape(4, P, T))
-    batch = found.rollout.check()
-    node, mask = found.ids["node"], np.asarray(batch.mask)
-    assert mask.sum() == calm.counts["slot_tokens"]
+def test_each_token_is_trained_once_and_scored_as_it_was_drawn(tree_rollout):
+    arrays = to_rollout(tree_rollout.groups, RowShape(4, P, T))
+    batch = arrays.rollout.check()
+    node, mask = arrays.ids["node"], np.asarray(batch.mask)
+    assert mask.sum() == tree_rollout.counts["slot_tokens"]
     for n in range(2):
         for i, t in zip(*np.nonzero(mask[n]), strict=True):
             assert sum(mask[n, j, t] for j in range(4) if node[n, j, t] == node[n, i, t]) == 1
     assert (batch.versions == np.where(mask, 7, -1)).all()
-    own = {(n, i): set(node[n, i][mask[n, i]]) for n in range(2) for i in range(4)}
+    own_nodes = {(n, i): set(node[n, i][mask[n, i]]) for n in range(2) for i in range(4)}
     shared = sum((node[n, i] > 0).sum() for n in range(2) for i in (2, 3)) - sum(
-        np.isin(node[n, i], list(own[n, i])).sum() for n in range(2) for i in (2, 3)
+        np.isin(node[n, i], list(own_nodes[n, i])).sum() for n in range(2) for i in (2, 3)
     )
-    assert calm.counts["tree_shared_tokens"] == shared > 0
+    assert tree_rollout.counts["tree_shared_tokens"] == shared > 0
 
     scored = trainer_logprobs(NETWORK, params(), batch)
     assert np.abs(np.where(mask, scored - batch.sampler_logprobs, 0)).max() < 1e-5
 
 
-def test_a_past_is_read_once(calm):
+def test_a_past_is_read_once(tree_rollout):
     """Openings for the roots, and answers in the row that heard them first."""
     new = sum(
         len(s.tokens)
-        for group in calm.groups
+        for group in tree_rollout.groups
         for i, t in enumerate(group)
         for s in (t.segments if i < 2 else t.segments[2:])
         if s.drawn is False
     )
-    openings = sum(len(group[0].opening) for group in calm.groups)
-    read = calm.counts["read_tokens"] - new
+    openings = sum(len(group[0].opening) for group in tree_rollout.groups)
+    read = tree_rollout.counts["read_tokens"] - new
     assert openings <= read <= 2 * openings
-    assert calm.counts["reread_tokens"] == 0
+    assert tree_rollout.counts["reread_tokens"] == 0
 
 
 @pytest.mark.parametrize("tree", [EVEN, ENTROPY], ids=["even", "entropy"])
@@ -206,26 +211,26 @@ def test_a_tree_depends_on_neither_timing_nor_slots_nor_chunks(tree):
         await asyncio.sleep(chance.random() * 0.02)
 
     often = counting_env(turns=4)
-    calm = play(often, tree, group=6)
-    assert calm.counts["branches"] > 0
-    assert turns_of(play(counting_env(wait, turns=4), tree, group=6)) == turns_of(calm)
-    assert turns_of(play(often, tree, group=6, slots=6, chunk=5)) == turns_of(calm)
+    tree_rollout = play(often, tree, group=6)
+    assert tree_rollout.counts["branches"] > 0
+    assert turns_of(play(counting_env(wait, turns=4), tree, group=6)) == turns_of(tree_rollout)
+    assert turns_of(play(often, tree, group=6, slots=6, chunk=5)) == turns_of(tree_rollout)
     assert turns_of(play(often, tree, group=6, choose=lambda _: WaitingPlace.PARKED)) == turns_of(
-        calm
+        tree_rollout
     )
     # Where no copy has room the past is read again, and counted.
     tight = play(often, tree, group=6, slots=6, parked=0, choose=lambda _: WaitingPlace.HELD)
-    assert turns_of(tight) == turns_of(calm)
+    assert turns_of(tight) == turns_of(tree_rollout)
     assert tight.counts["reread_tokens"] > 0
 
 
-def test_divided_slots_give_the_same(calm):
+def test_divided_slots_give_the_same(tree_rollout):
     with jax.set_mesh(make_mesh({"data": 2}, jax.devices()[:2])):
         rows.cache_clear()
-        played = play(counting_env())
+        divided = play(counting_env())
         rows.cache_clear()
-    assert turns_of(played) == turns_of(calm)
-    assert played.counts["branches"] == calm.counts["branches"]
+    assert turns_of(divided) == turns_of(tree_rollout)
+    assert divided.counts["branches"] == tree_rollout.counts["branches"]
 
 
 def test_episodes_are_left_where_the_entropy_rises_by_more_than_the_threshold():
@@ -242,11 +247,11 @@ def test_episodes_are_left_where_the_entropy_rises_by_more_than_the_threshold():
         turns = [(a, b) for a, b in zip(starts, ends, strict=True)][::2]
         return [all_of[a - 1 : b - 1][:MEASURED_TOKENS].mean() for a, b in turns]
 
-    seen = set()
+    turns_left = set()
     for above in (0.1, 0.3, 0.5):
-        played = play(counting_env(turns=4), ENTROPY._replace(above=above), count=3)
+        tree_rollout = play(counting_env(turns=4), ENTROPY._replace(above=above), count=3)
         left = 0
-        for group in played.groups:
+        for group in tree_rollout.groups:
             for root, branch in ((0, 2), (1, 3)):
                 first, *later = entropies(group[root])
                 rises = [i + 1 for i, number in enumerate(later) if number - first > above]
@@ -254,15 +259,15 @@ def test_episodes_are_left_where_the_entropy_rises_by_more_than_the_threshold():
                 shared = [s.turn for s in past if s.node == group[root].segments[0].node]
                 assert (max(shared) + 1 if shared else None) == (rises[0] if rises else None)
                 left += bool(rises)
-                seen.add(rises[0] if rises else None)
-        assert played.counts["branches"] == left
-    assert len(seen) > 2  # none, and at more than one turn
+                turns_left.add(rises[0] if rises else None)
+        assert tree_rollout.counts["branches"] == left
+    assert len(turns_left) > 2  # none, and at more than one turn
 
 
 def test_members_that_nobody_left_it_for_begin_by_themselves():
-    played = play(counting_env(done=lambda state: True))
-    assert played.counts["branches"] == played.counts["tree_shared_tokens"] == 0
-    for group in played.groups:
+    tree_rollout = play(counting_env(done=lambda state: True))
+    assert tree_rollout.counts["branches"] == tree_rollout.counts["tree_shared_tokens"] == 0
+    for group in tree_rollout.groups:
         assert [[s.drawn for s in t.segments] for t in group] == [[True]] * 4
         assert len({str(ids_of(t)) for t in group}) > 1
         assert [[s.node for s in t.segments] for t in group] == [[1], [2], [3], [4]]
@@ -270,40 +275,44 @@ def test_members_that_nobody_left_it_for_begin_by_themselves():
 
 def test_branches_branch_and_states_are_closed_once_each():
     opened = []
-    played = play(counting_env(turns=6, opened=opened), Branching("even", 1), count=1, group=8)
-    assert played.counts["branches"] == 7
+    tree_rollout = play(
+        counting_env(turns=6, opened=opened), Branching("even", 1), count=1, group=8
+    )
+    assert tree_rollout.counts["branches"] == 7
     assert opened == [0, *["closed"] * 8]
-    (group,) = played.groups
+    (group,) = tree_rollout.groups
     # 0 is left by 1 and keeps the half of 2..7 that 1 does not get; and so on down.
-    first_own = [next(s.turn for s in t.segments if s.drawn) for t in group]
-    assert first_own[:2] == [0, 1]
-    assert sorted(first_own) == [0, 1, 2, 2, 3, 3, 3, 3]
+    first_turns = [next(s.turn for s in t.segments if s.drawn) for t in group]
+    assert first_turns[:2] == [0, 1]
+    assert sorted(first_turns) == [0, 1, 2, 2, 3, 3, 3, 3]
 
 
 def test_branches_continue_behind_summaries():
     """A member leaves another one in any context, and is sampled behind that context alone."""
     limits = Limits(turns=9, turn_tokens=4, contexts=4, summary_tokens=24)
-    played = play(
+    tree_rollout = play(
         counting_env(limits=limits, chat=ChatOptions(summary="sum")),
         Branching("even", 1),
         count=2,
         group=8,
     )
-    assert played.counts["branches"] == 2 * 7
-    assert played.counts["summaries"] > 0
-    found = to_rollout(played.groups, RowShape(8, P, T, contexts=4))
-    node, mask = found.ids["node"], np.asarray(found.rollout.mask)
-    assert mask.sum() == played.counts["slot_tokens"]
-    drawn = {
+    assert tree_rollout.counts["branches"] == 2 * 7
+    assert tree_rollout.counts["summaries"] > 0
+    arrays = to_rollout(tree_rollout.groups, RowShape(8, P, T, contexts=4))
+    node, mask = arrays.ids["node"], np.asarray(arrays.rollout.mask)
+    assert mask.sum() == tree_rollout.counts["slot_tokens"]
+    sampled_ids = {
         (n, t, node[n, i, t]) for n in range(2) for i, t in zip(*np.nonzero(mask[n]), strict=True)
     }
-    assert len(drawn) == mask.sum()  # each token once
+    assert len(sampled_ids) == mask.sum()  # each token once
     first = [
-        next(s for s in row.segments if s.drawn) for group in played.groups for row in group[1:]
+        next(s for s in row.segments if s.drawn)
+        for group in tree_rollout.groups
+        for row in group[1:]
     ]
     assert {s.context for s in first} >= {0, 1}
     score = jit(NETWORK.hidden)
-    for row in (row for group in played.groups for row in group):
+    for row in (row for group in tree_rollout.groups for row in group):
         for context in range(row.segments[-1].context + 1):
             parts = [s for s in row.segments if s.context == context]
             ids = np.concatenate([row.opening, *(s.tokens for s in parts)])
@@ -314,9 +323,9 @@ def test_branches_continue_behind_summaries():
             end = len(row.opening)
             for part in parts:
                 if part.drawn:
-                    own = np.arange(end, end + len(part.tokens))
+                    positions = np.arange(end, end + len(part.tokens))
                     np.testing.assert_allclose(
-                        part.logprobs, chances[own - 1, part.tokens], atol=3e-5
+                        part.logprobs, chances[positions - 1, part.tokens], atol=3e-5
                     )
                 end += len(part.tokens)
 
@@ -326,29 +335,31 @@ def test_branches_continue_behind_summaries():
 
 def test_a_state_that_cannot_be_copied_ends_its_branch_only():
     opened = []
-    played = play(counting_env(opened=opened, held=lambda prompt: prompt.id and threading.Lock()))
-    whole, broken = played.groups
-    assert all(t.alive for t in whole)
-    assert [t.alive for t in broken] == [True, True, False, False]
-    assert all("cannot be copied: TypeError: cannot pickle" in t.reason for t in broken[2:])
-    assert played.counts["env_fork_errors"] == 2
-    assert played.counts["env_errors"] == 0
+    tree_rollout = play(
+        counting_env(opened=opened, state_of=lambda prompt: prompt.id and threading.Lock())
+    )
+    complete, branched = tree_rollout.groups
+    assert all(t.alive for t in complete)
+    assert [t.alive for t in branched] == [True, True, False, False]
+    assert all("cannot be copied: TypeError: cannot pickle" in t.reason for t in branched[2:])
+    assert tree_rollout.counts["env_fork_errors"] == 2
+    assert tree_rollout.counts["env_errors"] == 0
     assert opened.count("closed") == 6
     # Their sources trained on what they drew, and play as if nobody had wanted to leave.
-    calm = play(counting_env())
+    unbroken = play(counting_env())
     for i in (0, 1):
-        np.testing.assert_array_equal(ids_of(broken[i]), ids_of(calm.groups[1][i]))
-        assert len({s.node for s in broken[i].segments}) == 1
+        np.testing.assert_array_equal(ids_of(branched[i]), ids_of(unbroken.groups[1][i]))
+        assert len({s.node for s in branched[i].segments}) == 1
 
 
 def test_a_member_given_back_by_a_branch_that_ended_begins_by_itself():
     def fork(state):
         raise RuntimeError("no room")
 
-    played = play(counting_env(turns=3, fork=fork), Branching("even", 1), count=1, group=6)
-    (group,) = played.groups
+    tree_rollout = play(counting_env(turns=3, fork=fork), Branching("even", 1), count=1, group=6)
+    (group,) = tree_rollout.groups
     # The root is asked for a copy at two turns, and what is left of the group opens by itself.
-    assert played.counts["env_fork_errors"] == 2
+    assert tree_rollout.counts["env_fork_errors"] == 2
     assert sum(t.alive for t in group) == 4
     assert all(t.segments[0].drawn for t in group if t.alive)
 
@@ -391,25 +402,31 @@ def source(env, tree=EVEN):
 
 
 def test_a_shared_token_has_the_mean_advantage_of_those_that_go_through_it():
-    drawn = source(counting_env())
+    tree_source = source(counting_env())
     try:
         tickets = np.arange(2, dtype=np.int32)
-        groups = drawn.draw(simple_request(jax.random.key(2), {"policy": params()}, 0, tickets, 4))
+        groups = tree_source.draw(
+            simple_request(jax.random.key(2), {"policy": params()}, 0, tickets, 4)
+        )
     finally:
-        drawn.close()
+        tree_source.close()
     batch = to_batch(
         groups.rollout, groups.rewards, np.ones(1, np.float32), groups.ids, groups.stats
     )
     objective = get_method("arpo").objective
-    found = compute_advantages(objective, batch, objective.init())[0]
-    found, mask = np.asarray(found, np.float64), np.asarray(batch.mask)
+    advantages = compute_advantages(objective, batch, objective.init())[0]
+    advantages, mask = np.asarray(advantages, np.float64), np.asarray(batch.mask)
     scores = np.asarray(groups.rewards, np.float64)[..., 0]
     for n in range(2):
-        own = (scores[n] - scores[n].mean()) / (scores[n].std(ddof=1) + 1e-6)
+        member_advantages = (scores[n] - scores[n].mean()) / (scores[n].std(ddof=1) + 1e-6)
         for i, t in zip(*np.nonzero(mask[n]), strict=True):
             turn = groups.ids["turn"][n, i, t]
-            pair = own[[i, i + 2]].mean() if i < 2 and turn == 0 else own[i]
-            assert found[n, i, t] == pytest.approx(pair, abs=2e-5)
+            pair = (
+                member_advantages[[i, i + 2]].mean()
+                if i < 2 and turn == 0
+                else member_advantages[i]
+            )
+            assert advantages[n, i, t] == pytest.approx(pair, abs=2e-5)
 
 
 def test_faults_of_every_kind_leave_nothing_open():
@@ -441,19 +458,19 @@ def test_faults_of_every_kind_leave_nothing_open():
 
     limits = Limits(turns=5, turn_tokens=4, call_seconds=0.3)
     env = HostEnv(init, step, close, limits=limits, fork=fork)
-    played = play(env, Branching("even", 2), count=10, group=6, slots=6)
-    members = [t for group in played.groups for t in group]
-    assert len(members) == played.counts["episodes"] == 60
+    tree_rollout = play(env, Branching("even", 2), count=10, group=6, slots=6)
+    members = [t for group in tree_rollout.groups for t in group]
+    assert len(members) == tree_rollout.counts["episodes"] == 60
     dead = [t for t in members if not t.alive]
-    counts = played.counts
+    counts = tree_rollout.counts
     assert len(dead) == counts["env_errors"] + counts["env_timeouts"] + counts["env_fork_errors"]
     assert all(t.reason for t in dead)
     assert counts["env_fork_errors"] > 0
     assert counts["env_timeouts"] > 0
     assert len(opened) == len(closed)
-    found = to_rollout(played.groups, RowShape(6, P, T))
-    node, mask = found.ids["node"], np.asarray(found.rollout.mask)
-    drawn = [
+    arrays = to_rollout(tree_rollout.groups, RowShape(6, P, T))
+    node, mask = arrays.ids["node"], np.asarray(arrays.rollout.mask)
+    tokens = [
         (n, t, node[n, i, t]) for n in range(10) for i, t in zip(*np.nonzero(mask[n]), strict=True)
     ]
-    assert len(set(drawn)) == len(drawn)  # each token once
+    assert len(set(tokens)) == len(tokens)  # each token once

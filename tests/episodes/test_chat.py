@@ -38,26 +38,26 @@ def added(tokenizer):
 def test_the_parts_are_the_complete_conversation(chat_tokenizer, name):
     tokenizer = chat_tokenizer(name)
     chat = ChatFormat(tokenizer, tools=TOOLS, roles=("tool",))
-    said = {"role": "assistant", "content": "", "tool_calls": CALLS}
+    assistant = {"role": "assistant", "content": "", "tool_calls": CALLS}
     opening = chat.opening([USER])
     assert opening == tokenizer.encode(tokenizer.chat([USER], tools=TOOLS))
     results = [tool("42"), tool("It is <b>late</b>.")][: 1 if name == "llama" else 2]
-    whole = tokenizer.encode(tokenizer.chat([USER, said, *results], tools=TOOLS))
+    conversation = tokenizer.encode(tokenizer.chat([USER, assistant, *results], tools=TOOLS))
     following = chat.following(results, closed=True)
-    assert whole[-len(following) :] == following
-    assert whole[-len(following) - 1] in tokenizer.stop_ids
+    assert conversation[-len(following) :] == following
+    assert conversation[-len(following) - 1] in tokenizer.stop_ids
     cut = chat.following(results, closed=False)
-    assert (cut[0], cut[1:]) == (whole[-len(following) - 1], following)
+    assert (cut[0], cut[1:]) == (conversation[-len(following) - 1], following)
 
 
 def test_answers_of_users(chat_tokenizer):
     tokenizer = chat_tokenizer("gemma")
     chat = ChatFormat(tokenizer)
-    said = {"role": "assistant", "content": "No."}
+    assistant = {"role": "assistant", "content": "No."}
     more = {"role": "user", "content": "  And now? "}
-    whole = tokenizer.encode(tokenizer.chat([USER, said, more]))
+    conversation = tokenizer.encode(tokenizer.chat([USER, assistant, more]))
     following = chat.following([more], closed=True)
-    assert whole[-len(following) :] == following
+    assert conversation[-len(following) :] == following
 
 
 @pytest.mark.parametrize("name", ["qwen", "llama", "mistral"])
@@ -71,8 +71,8 @@ def test_text_from_outside_is_no_control_token(chat_tokenizer, name, attack):
     ids = chat.following([tool(attack)], closed=True)
     assert [i for i in ids if i in control] == frame
     text = tokenizer.decode(ids, skip_special=False)
-    wanted = attack.encode("utf-8", "replace").decode()
-    assert wanted.replace("\n", "\\n") in text.replace("\n", "\\n") or name == "llama"
+    expected = attack.encode("utf-8", "replace").decode()
+    assert expected.replace("\n", "\\n") in text.replace("\n", "\\n") or name == "llama"
     assert [i for i in tokenizer.encode_plain(attack) if i in control] == []
     first = chat.opening([{"role": "user", "content": attack}])
     harmless = chat.opening([{"role": "user", "content": "harmless"}])
@@ -140,8 +140,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_templates_that_cannot_continue(chat_tokenizer, name):
-    template, said = REFUSED[name]
-    with pytest.raises(UserError, match=re.escape(said)):
+    template, message = REFUSED[name]
+    with pytest.raises(UserError, match=re.escape(message)):
         ChatFormat(chat_tokenizer(template))
 
 
@@ -199,8 +199,8 @@ def test_ids_of_calls_reach_templates_that_write_them(chat_tokenizer):
 def test_earlier_turns_that_end_otherwise(chat_tokenizer):
     tokenizer = chat_tokenizer("harmony")
     chat = ChatFormat(tokenizer)
-    whole = tokenizer.chat([USER, {"role": "assistant", "content": "No."}, USER])
-    _, _, rest = whole.partition("No.[/INST]")
+    conversation = tokenizer.chat([USER, {"role": "assistant", "content": "No."}, USER])
+    _, _, rest = conversation.partition("No.[/INST]")
     assert spelled(tokenizer, chat.following([USER], closed=True)) == rest
     assert spelled(tokenizer, chat.following([USER], closed=False)) == f"[/INST]{rest}"
     assert "ends earlier turns with '[/INST]'" in chat.notes[0]
@@ -229,11 +229,11 @@ def test_tools_that_a_template_leaves_out_are_described(chat_tokenizer):
     # The family's control tokens in the example are controls, those of the question are not.
     system = "{% for m in messages %}[INST]{{ m.content }}<|im_end|>{% endfor %}"
     tokenizer = chat_tokenizer(system)
-    told = of_env(tokenizer, "mistral").opening([{"role": "system", "content": "<think>"}, USER])
-    controls = [spelled(tokenizer, [i]) for i in told if i in added(tokenizer)]
+    opening = of_env(tokenizer, "mistral").opening([{"role": "system", "content": "<think>"}, USER])
+    controls = [spelled(tokenizer, [i]) for i in opening if i in added(tokenizer)]
     expected = ["[INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "<|im_end|>"]
     assert controls == [*expected, "[INST]", "<|im_end|>"]
-    assert spelled(tokenizer, told).startswith("[INST]<think>\n\nYou may call")
+    assert spelled(tokenizer, opening).startswith("[INST]<think>\n\nYou may call")
     with pytest.raises(UserError, match=r"writes no tools, and .* set ChatOptions.family"):
         of_env(tokenizer)
 
@@ -284,6 +284,6 @@ def test_variables_reach_the_template(chat_tokenizer):
     tokenizer = chat_tokenizer(template)
     env = HostEnv(None, None, chat=ChatOptions(variables={"mood": "sad"}))
     assert spelled(tokenizer, format_of(env, tokenizer).opening([USER])).endswith("sad")
-    for name, said in (("moood", "is not read by"), ("tools", "is set by the run")):
-        with pytest.raises(UserError, match=f"template_variables.{name} {said}"):
+    for name, message in (("moood", "is not read by"), ("tools", "is set by the run")):
+        with pytest.raises(UserError, match=f"template_variables.{name} {message}"):
             ChatFormat(tokenizer, variables={name: 1})

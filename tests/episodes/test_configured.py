@@ -48,22 +48,22 @@ PROMPT = Prompt(1, "you", np.zeros(0, np.int32), None, {})
 
 
 @pytest.fixture
-def own(tmp_path):
+def module(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     return f"{tmp_path}/own.py"
 
 
-def test_limits_and_variables_of_any_environment(own):
+def test_limits_and_variables_of_any_environment(module):
     options = {"word": "you", "turn_tokens": 9, "episode_seconds": 5, "call_seconds": 2.5}
-    env = configured_env(f"{own}:make", {**options, "template_variables": {"thinking": False}})
+    env = configured_env(f"{module}:make", {**options, "template_variables": {"thinking": False}})
     limits = env.limits
     assert (limits.turns, limits.turn_tokens, limits.episode_seconds) == (2, 9, 5)
     assert (limits.call_seconds, env.chat.variables) == (2.5, {"thinking": False})
-    assert configured_env(f"{own}:slow", {"call_seconds": 3}).limits.call_seconds == 6
+    assert configured_env(f"{module}:slow", {"call_seconds": 3}).limits.call_seconds == 6
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"call_seconds": "long"}, "data.call_seconds = 'long'; must be a number"),
         ({"turn_tokens": 1.5}, "data.turn_tokens = 1.5; must be an integer"),
@@ -77,14 +77,14 @@ def test_limits_and_variables_of_any_environment(own):
         ({"call_secnds": 1}, "did you mean 'call_seconds'"),
     ],
 )
-def test_options_that_do_not_fit_are_named(own, options, said):
-    with pytest.raises(UserError, match=said):
-        configured_env(f"{own}:make", options)
+def test_options_that_do_not_fit_are_named(module, options, message):
+    with pytest.raises(UserError, match=message):
+        configured_env(f"{module}:make", options)
 
 
-def test_episodes_in_processes_of_their_own(own):
-    here = configured_env(f"{own}:make", {"word": "you"})
-    env = configured_env(f"{own}:make", {"word": "you", "isolate": True})
+def test_episodes_in_processes_of_their_own(module):
+    here = configured_env(f"{module}:make", {"word": "you"})
+    env = configured_env(f"{module}:make", {"word": "you", "isolate": True})
     same = ("parts", "limits", "chat", "extras")
     assert all(getattr(env, name) == getattr(here, name) for name in same)
 
@@ -102,12 +102,12 @@ def test_episodes_in_processes_of_their_own(own):
     assert feedback["messages"][0]["content"] == "cpu"
 
 
-@pytest.mark.parametrize(("opening", "said"), [("word", "4 tokens"), (7, "not text")])
-def test_a_state_whose_opening_cannot_be_used_is_closed(opening, said):
+@pytest.mark.parametrize(("opening", "message"), [("word", "4 tokens"), (7, "not text")])
+def test_a_state_whose_opening_cannot_be_used_is_closed(opening, message):
     closed = []
     init = lambda prompt, seed: ("state", [{"role": "user", "content": opening}])  # noqa: E731
     env = HostEnv(init, None, closed.append)
-    with pytest.raises(EnvError, match=said):
+    with pytest.raises(EnvError, match=message):
         asyncio.run(call_init(env, PlainFormat(char_tokenizer()), PROMPT, 0, 3))
     assert closed == ["state"]
 
@@ -145,7 +145,7 @@ def test_a_function_that_reads_limits_gets_all_of_them(tmp_path, isolate):
 
 
 @pytest.mark.parametrize(
-    ("env", "options", "said"),
+    ("env", "options", "message"),
     [
         ("jrl." + "envs.named:guided", {}, "is now 'guided'"),
         ("jrl." + "envs.shipped:python_math", {}, "is now 'python_math'"),
@@ -160,8 +160,8 @@ def test_a_function_that_reads_limits_gets_all_of_them(tmp_path, isolate):
         ("consultation", {}, "data.examiner is missing"),
     ],
 )
-def test_former_names_and_missing_speakers_are_named(env, options, said):
-    with pytest.raises(UserError, match=said):
+def test_former_names_and_missing_speakers_are_named(env, options, message):
+    with pytest.raises(UserError, match=message):
         configured_env(env, options)
 
 

@@ -151,7 +151,7 @@ async def other_first(policy, prompt):
 
 
 @pytest.mark.parametrize(
-    ("episode", "said"),
+    ("episode", "message"),
     [
         (no_turn, "the episode ended before its first turn"),
         (other_first, "'other' takes the first turn; name the roles so that .* now 'policy'"),
@@ -173,8 +173,8 @@ async def other_first(policy, prompt):
         (after_a_turn(lambda p: p([])), r"messages are \[\], not a list of at least one dict"),
     ],
 )
-def test_a_mistake_of_an_episode_is_named(episode, said):
-    with pytest.raises(EnvError, match=said):
+def test_a_mistake_of_an_episode_is_named(episode, message):
+    with pytest.raises(EnvError, match=message):
         play(coroutine_env(episode, roles=("policy", "other")), "x", "y")
 
 
@@ -201,7 +201,7 @@ def answer_to(function, *arguments, seconds=5.0, cancel=False):
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (ValueError("no such file"), "ValueError: no such file"),
         (Unspeakable(), "Unspeakable: an error without a text"),
@@ -209,47 +209,47 @@ def answer_to(function, *arguments, seconds=5.0, cancel=False):
         (StopIteration(), "RuntimeError: coroutine raised StopIteration"),
     ],
 )
-def test_an_exception_is_the_answer_with_its_text(error, said):
+def test_an_exception_is_the_answer_with_its_text(error, message):
     async def episode(policy, prompt):
         raise error
 
-    assert answer_to(coroutine_env(episode).init, PROMPT, 0).error == said
+    assert answer_to(coroutine_env(episode).init, PROMPT, 0).error == message
 
 
 def test_a_call_that_takes_too_long_cancels_the_episode():
-    ended = []
+    events = []
 
     async def episode(policy, prompt):
         try:
             await asyncio.sleep(60)
         finally:
             await asyncio.sleep(0)
-            ended.append("clean")
+            events.append("clean")
 
     answer = answer_to(coroutine_env(episode).init, PROMPT, 0, seconds=2.0)
-    assert (answer.timeout, ended) == (True, ["clean"])
+    assert (answer.timeout, events) == (True, ["clean"])
 
 
 def test_an_episode_that_swallows_its_cancellation_ends_at_its_next_turn():
-    ended = []
+    events = []
 
     async def episode(policy, prompt):
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
-            ended.append("cancelled")
+            events.append("cancelled")
         try:
             await policy("?")
         finally:
-            ended.append("closed")
+            events.append("closed")
 
     assert answer_to(coroutine_env(episode).init, PROMPT, 0, cancel=True).error == "cancelled"
-    assert ended == ["cancelled", "closed"]
+    assert events == ["cancelled", "closed"]
 
 
 @pytest.mark.parametrize("stubborn", [False, True])
 def test_closing_an_episode_runs_its_clean_up(stubborn):
-    ended = []
+    events = []
 
     async def episode(policy, prompt):
         try:
@@ -259,14 +259,14 @@ def test_closing_an_episode_runs_its_clean_up(stubborn):
                 try:
                     await policy("again?")
                 except asyncio.CancelledError:
-                    ended.append("asked")
+                    events.append("asked")
         finally:
             if not stubborn:
                 await asyncio.sleep(0.01)
-            ended.append("clean")
+            events.append("clean")
 
     play(coroutine_env(episode))
-    assert ended == (["asked", "asked", "clean"] if stubborn else ["clean"])
+    assert events == (["asked", "asked", "clean"] if stubborn else ["clean"])
 
 
 def test_an_error_of_the_clean_up_is_the_answer_of_close():
@@ -284,12 +284,12 @@ def test_an_episode_awaits_threads_tasks_and_timeouts_of_its_own():
     async def episode(policy, prompt):
         here = threading.get_ident()
         background = asyncio.create_task(asyncio.sleep(0, "later"))
-        there = await asyncio.to_thread(threading.get_ident)
+        thread = await asyncio.to_thread(threading.get_ident)
         try:
             async with asyncio.timeout(0.01):
                 await asyncio.sleep(60)
         except TimeoutError:
-            await policy(f"{there != here} {await background}")
+            await policy(f"{thread != here} {await background}")
         return 1.0
 
     opening, end = play(coroutine_env(episode), "x")
@@ -308,13 +308,13 @@ def test_seconds_in_a_queue_do_not_count_in_any_call():
 
     env = coroutine_env(episode)
 
-    async def whole():
+    async def call():
         return await env.init(PROMPT, 0)
 
     with Calls() as calls:
         states = []
         for number in range(5):
-            calls.submit(number, whole, seconds=5.0)
+            calls.submit(number, call, seconds=5.0)
             states.append(calls.inbox.get(timeout=10).value[0])
         for number, state in enumerate(states):
             calls.submit(number, env.step, state, reply("x", 0), seconds=1.0)
@@ -343,14 +343,14 @@ def test_an_event_loop_that_is_given_up_takes_no_waiting_episode_with_it():
         calls.submit(0, env.init, PROMPT, 0, seconds=5.0)
         state, _ = calls.inbox.get(timeout=10).value
 
-        began = threading.Event()
+        started = threading.Event()
 
         async def block():
-            began.set()
+            started.set()
             time.sleep(0.5)
 
         calls.submit(1, block, seconds=0.1)
-        assert began.wait(10)
+        assert started.wait(10)
         assert calls.blocked(0.1)
         for turn in range(2):
             calls.submit(2 + turn, env.step, state, reply("42", turn), seconds=5.0)
@@ -378,7 +378,7 @@ CONFIG = ModelConfig(
 def table():
     network = transformer(CONFIG)
     init = jax.jit(network.init, compiler_options={"xla_backend_optimization_level": 0})
-    made = Rows(
+    row_table = Rows(
         network,
         slots=3,
         prompt_tokens=8,
@@ -387,10 +387,10 @@ def table():
         chunk=3,
         sampling={"temperature": 1.0},
     )
-    return made, jax.tree.map(lambda x: 1.5 * x, init(jax.random.key(0)))
+    return row_table, jax.tree.map(lambda x: 1.5 * x, init(jax.random.key(0)))
 
 
-def played(env):
+def play_rows(env):
     """Everything that is known of six episodes."""
     rows, params = table()
     rows.set_weights(params, 7)
@@ -451,7 +451,7 @@ def as_coroutine(turns, wait):
 
 
 def test_a_coroutine_is_played_like_the_functions_it_stands_for():
-    expected, _ = played(as_functions(4))
+    expected, _ = play_rows(as_functions(4))
     assert {stop for stop, *_ in expected} >= {StopReason.DONE, StopReason.TURNS}
     chance = random.Random(1)
 
@@ -459,12 +459,12 @@ def test_a_coroutine_is_played_like_the_functions_it_stands_for():
         await asyncio.sleep(0.02 * chance.random())
 
     for _ in range(2):  # whatever the timing
-        assert played(as_coroutine(4, wait))[0] == expected
+        assert play_rows(as_coroutine(4, wait))[0] == expected
 
 
 def test_a_failing_episode_ends_its_own_member_and_no_other():
     count = iter(range(100))
-    ended = []
+    numbers = []
 
     async def episode(policy, prompt):
         number = next(count)
@@ -475,16 +475,23 @@ def test_a_failing_episode_ends_its_own_member_and_no_other():
             await policy("more")
             await policy("more")
         finally:
-            ended.append(number)
+            numbers.append(number)
 
-    rows, counts = played(coroutine_env(episode, limits=Limits(turns=2)))
+    rows, counts = play_rows(coroutine_env(episode, limits=Limits(turns=2)))
     reasons = [reason for _, reason, *_ in rows if reason]
     assert reasons == ["Unspeakable: an error without a text"]
     assert counts["env_errors"] == 1
     stops = [stop for stop, *_ in rows]
     assert stops.count(StopReason.FAILED) == 1
     assert stops.count(StopReason.TURNS) >= 3
-    assert sorted(ended) == [0, 1, 2, 3, 4, 5]  # those that reach the limit of turns are cancelled
+    assert sorted(numbers) == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]  # those that reach the limit of turns are cancelled
 
 
 # ---------------------------------------------------------------- by name
@@ -543,23 +550,23 @@ async def one_more(policy, prompt):
 
 
 @pytest.fixture
-def own(tmp_path):
+def module(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     return f"{tmp_path}/own.py"
 
 
-def test_a_configuration_names_an_episode(own):
-    env = configured_env(f"{own}:episode", {"word": "now", "turn_tokens": 9, "turns": 2})
+def test_a_configuration_names_an_episode(module):
+    env = configured_env(f"{module}:episode", {"word": "now", "turn_tokens": 9, "turns": 2})
     assert (env.players, env.limits.turn_tokens, env.limits.turns) == (2, 9, 2)
     opening, first, end = play(env, "x", "y")
     assert opening[0]["content"].startswith("6 * 7? now ")
     assert (first.next, end.reward, end.earlier) == (1, (0.5,), ((1.0,),))
-    assert configured_env(f"{own}:made", {}).players == 2
+    assert configured_env(f"{module}:made", {}).players == 2
 
 
-def test_an_episode_is_played_in_a_process_of_its_own(own):
-    env = configured_env(f"{own}:episode", {"word": "now", "isolate": True})
-    here = configured_env(f"{own}:episode", {"word": "now"})
+def test_an_episode_is_played_in_a_process_of_its_own(module):
+    env = configured_env(f"{module}:episode", {"word": "now", "isolate": True})
+    here = configured_env(f"{module}:episode", {"word": "now"})
 
     async def run():
         state, opening = await env.init(PROMPT, 1)
@@ -578,7 +585,7 @@ def test_an_episode_is_played_in_a_process_of_its_own(own):
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "said"),
+    ("name", "options", "message"),
     [
         ("plain", {}, r"plain\(policy, prompt\) is not async; write async def episode"),
         ("alone", {}, r"alone\(prompt\) must take policy and prompt, in this order"),
@@ -593,9 +600,9 @@ def test_an_episode_is_played_in_a_process_of_its_own(own):
         ("episode", {"turns": 0}, "data.turns = 0; must be at least 1"),
     ],
 )
-def test_a_wrong_episode_is_named_before_anything_is_played(own, name, options, said):
-    with pytest.raises(UserError, match=said):
-        configured_env(f"{own}:{name}", options)
+def test_a_wrong_episode_is_named_before_anything_is_played(module, name, options, message):
+    with pytest.raises(UserError, match=message):
+        configured_env(f"{module}:{name}", options)
 
 
 def test_what_cannot_be_an_episode_in_python():
@@ -630,7 +637,7 @@ def wrong(**fields):
 
 
 @pytest.mark.parametrize(
-    ("env", "said"),
+    ("env", "message"),
     [
         (wrong(step=None), r"env.step = None; must be a function\(state, reply\)"),
         (wrong(step=lambda state: 0), r"env.step: <lambda>\(state\) must take \(state, reply\)"),
@@ -647,17 +654,17 @@ def wrong(**fields):
         (wrong(parts="reward"), "env.parts = 'reward'; must be a tuple of names"),
     ],
 )
-def test_a_wrong_part_of_an_environment_is_named(env, said):
-    with pytest.raises(UserError, match=said):
+def test_a_wrong_part_of_an_environment_is_named(env, message):
+    with pytest.raises(UserError, match=message):
         check_env(env)
 
 
 def test_a_coroutine_where_an_environment_belongs_is_named():
-    async def made():
+    async def episode():
         return None
 
     with pytest.raises(UserError, match="env is a coroutine; give a jrl.episodes.HostEnv"):
-        check_env(made())
+        check_env(episode())
 
 
 def test_fields_that_have_moved_are_named(tmp_path):

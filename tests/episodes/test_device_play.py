@@ -99,7 +99,7 @@ def _play(params, starts, ids, *members, **sizes):
     return play(*args, env=ENV, network=NETWORK, **sizes)
 
 
-def played(order=range(N), members=(), **plan):
+def play_device(order=range(N), members=(), **plan):
     ids = jnp.array([*order])
     sizes = {"slots": SlotPlan(**plan)} | ({} if members else {"group": G})
     episodes, steps = _play(params(), starts(order), 10 + ids, *members, **sizes)
@@ -107,8 +107,8 @@ def played(order=range(N), members=(), **plan):
 
 
 @cache
-def whole():
-    return played()
+def complete_play():
+    return play_device()
 
 
 def members():
@@ -125,9 +125,9 @@ def replayed(n, g, episodes):
         end = at
         while end < length and end - at < A and (end == at or tokens[end - 1] != STOP):
             end += 1
-        drawn = jnp.zeros(A, jnp.int32).at[: end - at].set(tokens[at:end])
+        ids = jnp.zeros(A, jnp.int32).at[: end - at].set(tokens[at:end])
         step_key = jax.random.fold_in(row_key, ENV.completion_tokens + len(turns))
-        state, turn = ENV.step(state, drawn, jnp.int32(end - at), step_key)
+        state, turn = ENV.step(state, ids, jnp.int32(end - at), step_key)
         over = bool(turn.done) or len(turns) + 1 == K
         reply = [] if over else np.asarray(turn.reply)[: int(turn.count)].tolist()
         turns.append((at, end, reply, turn))
@@ -137,7 +137,7 @@ def replayed(n, g, episodes):
 
 
 def test_a_row_is_prompt_drawn_reply_drawn():
-    episodes, _ = whole()
+    episodes, _ = complete_play()
     rollout = episodes.rollout
     kinds = set()
     for n, g in members():
@@ -165,7 +165,7 @@ def test_a_row_is_prompt_drawn_reply_drawn():
 
 
 def test_members_of_a_group_start_in_the_same_state():
-    episodes, _ = whole()
+    episodes, _ = complete_play()
     assert (episodes.state[:, :, 0] == episodes.state[:, :1, 0]).all()
     assert len({tuple(row) for row in episodes.rollout.tokens[0].tolist()}) > 1
 
@@ -183,7 +183,7 @@ def test_members_of_a_group_start_in_the_same_state():
     ids=str,
 )
 def test_episodes_do_not_depend_on_the_slots(sizes):
-    (got, steps), (expected, _) = played(**sizes), whole()
+    (got, steps), (expected, _) = play_device(**sizes), complete_play()
     assert_same(got, expected)
     assert steps >= expected.rollout.mask.sum()
 
@@ -203,18 +203,18 @@ def assert_same(got, expected):
 
 def test_episodes_do_not_depend_on_their_neighbours():
     order = [2, 0, 1]
-    got, _ = played(order, slots=5)
-    assert_same(got, jax.tree.map(lambda x: x[order], whole()[0]))
+    got, _ = play_device(order, slots=5)
+    assert_same(got, jax.tree.map(lambda x: x[order], complete_play()[0]))
 
 
 def test_a_greedy_member_changes_no_other():
     members = first_members(N, 4)
     temperature = jnp.where(members.number < 3, SAMPLING.temperature, 0.0)
-    got, _ = played(members=[members.replace(temperature=temperature)])
+    got, _ = play_device(members=[members.replace(temperature=temperature)])
     three = lambda x: x[:, :3]  # noqa: E731
     prompts = {"prompt_tokens": None, "prompt_lengths": None}
     ours = got._replace(rollout=got.rollout.replace(**prompts))
-    theirs = whole()[0]._replace(rollout=whole()[0].rollout.replace(**prompts))
+    theirs = complete_play()[0]._replace(rollout=complete_play()[0].rollout.replace(**prompts))
     assert_same(jax.tree.map(three, ours), jax.tree.map(three, theirs))
     greedy = got.rollout.sampler_logprobs[:, 3]
     assert (greedy == 0).all()
@@ -228,11 +228,11 @@ def test_sharded_play_is_the_same(sizes):
     placed = jax.device_put(params(), tree_shardings(mesh, NETWORK.axes(), params()))
     with jax.set_mesh(mesh):
         episodes, _ = _play(placed, starts(), 10 + jnp.arange(N), group=G, slots=4)
-    assert_same(jax.device_get(episodes), whole()[0])
+    assert_same(jax.device_get(episodes), complete_play()[0])
 
 
 def test_the_trainer_scores_what_the_sampler_drew():
-    rollout = whole()[0].rollout
+    rollout = complete_play()[0].rollout
     batch = to_batch(rollout, np.zeros((N, G, 1), np.float32), np.ones(1, np.float32))
     scored = jit(
         partial(score, network=NETWORK, value=None, want=frozenset({"logprobs"})),
@@ -293,8 +293,8 @@ def test_a_scripted_episode_is_laid_out_as_a_played_one():
         low, high = (guess + 1, high) if guess < start.state.secret else (low, guess - 1)
         expected += ">" if guess < start.state.secret else "<"
     assert text == expected
-    drawn = np.asarray(log.by_token(env.completion_tokens)["drawn"])[0][:length]
-    assert drawn.tolist() == [c.isdigit() for c in expected]
+    mask = np.asarray(log.by_token(env.completion_tokens)["drawn"])[0][:length]
+    assert mask.tolist() == [c.isdigit() for c in expected]
     assert bool(log.success)
 
 
@@ -302,7 +302,7 @@ def test_a_scripted_episode_is_laid_out_as_a_played_one():
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"step": None}, "environment 'echo': step = None; give a function"),
         ({"turns": 0}, "environment 'echo': turns = 0; give a whole number, at least 1"),
@@ -316,8 +316,8 @@ def test_a_scripted_episode_is_laid_out_as_a_played_one():
         ),
     ],
 )
-def test_bad_environments_are_named_in_one_line(changes, says):
-    with pytest.raises(UserError, match=says) as error:
+def test_bad_environments_are_named_in_one_line(changes, message):
+    with pytest.raises(UserError, match=message) as error:
         echo_env(**changes).check()
     assert "\n" not in str(error.value)
 

@@ -43,12 +43,12 @@ NETWORK = transformer(
 @pytest.fixture(scope="module")
 def params():
     """Of a policy that always names a heap, then a number, so that games last."""
-    made = jax.device_get(jit(NETWORK.init)(jax.random.key(0)))
-    return jax.tree.map(lambda x: 0.1 * x, made)
+    initial = jax.device_get(jit(NETWORK.init)(jax.random.key(0)))
+    return jax.tree.map(lambda x: 0.1 * x, initial)
 
 
 @pytest.fixture(scope="module")
-def played(params):
+def episodes_and_starts(params):
     starts = jax.vmap(lambda i: ENV.generate(jax.random.fold_in(KEY, i), "train"))(IDS)
     ask = jit(partial(play, env=LIKELY, network=NETWORK, group=G))
     episodes, _ = ask(KEY, params, starts, SAMPLING, jnp.int32(5), IDS)
@@ -74,10 +74,10 @@ def by_hand(row, start, length):
     state, at, turns = start, 0, []
     while True:
         end = at + 1 if row[at] == ENV.stop_id else at + 2
-        drawn = np.zeros(2, np.int32)
-        drawn[: end - at] = row[at:end]
+        ids = np.zeros(2, np.int32)
+        ids[: end - at] = row[at:end]
         mover = int(ENV.mover(state))
-        state, turn = STEP(state, jnp.asarray(drawn), jnp.int32(end - at), KEY)
+        state, turn = STEP(state, jnp.asarray(ids), jnp.int32(end - at), KEY)
         turns.append((at, end, mover, np.asarray(turn.reward), bool(turn.done)))
         if turn.done or len(turns) == ENV.turns:
             assert end == length
@@ -88,8 +88,8 @@ def by_hand(row, start, length):
 STEP = jit(_likely)
 
 
-def test_turns_alternate_and_both_players_are_paid(played):
-    episodes, starts = played
+def test_turns_alternate_and_both_players_are_paid(episodes_and_starts):
+    episodes, starts = episodes_and_starts
     rollout, winners, lengths = episodes.rollout, set(), set()
     for n, g in itertools.product(range(N), range(G)):
         start = jax.tree.map(lambda x, n=n: x[n], starts.state)
@@ -103,9 +103,9 @@ def test_turns_alternate_and_both_players_are_paid(played):
         assert np.array_equal(episodes.success[n, g], rewards == 1)
         paid = np.zeros(ENV.completion_tokens)
         for player in range(2):
-            own = [turn for turn in turns if turn[2] == player]
-            if own:
-                paid[own[-1][1] - 1] += rewards[player]
+            turns_of_player = [turn for turn in turns if turn[2] == player]
+            if turns_of_player:
+                paid[turns_of_player[-1][1] - 1] += rewards[player]
         assert np.array_equal(episodes.paid[n, g], paid)
         for begin, end, player, _, _ in turns:
             assert (episodes.role[n, g, begin:end] == player).all()
@@ -116,15 +116,15 @@ def test_turns_alternate_and_both_players_are_paid(played):
     assert len(lengths) > 2
 
 
-def test_every_player_is_a_row_in_a_group_of_its_own(played):
-    episodes, _ = played
+def test_every_player_is_a_row_in_a_group_of_its_own(episodes_and_starts):
+    episodes, _ = episodes_and_starts
     rows = jax.device_get(rows_of_players(episodes, 2))
     live = np.asarray(counted(rows.rollout))
     unmoved = 0
     for n, g in itertools.product(range(N), range(G)):
-        whole = episodes.rollout.mask[n, g]
+        sampled = episodes.rollout.mask[n, g]
         masks = rows.rollout.mask[2 * n : 2 * n + 2, g]
-        assert np.array_equal(masks.sum(0), whole)  # no token is of both, and none of nobody
+        assert np.array_equal(masks.sum(0), sampled)  # no token is of both, and none of nobody
         for player in range(2):
             row, mask = 2 * n + player, masks[player]
             assert (rows.role[row, g][mask] == player).all()
@@ -132,10 +132,10 @@ def test_every_player_is_a_row_in_a_group_of_its_own(played):
             logprobs = np.where(mask, episodes.rollout.sampler_logprobs[n, g], 0)
             assert np.array_equal(rows.rollout.sampler_logprobs[row, g], logprobs)
             assert np.array_equal(rows.rollout.versions[row, g], np.where(mask, 5, -1))
-            moved = bool(mask.any())
-            assert live[row, g] == moved
-            unmoved += not moved
-            if moved:
+            has_turn = bool(mask.any())
+            assert live[row, g] == has_turn
+            unmoved += not has_turn
+            if has_turn:
                 assert rows.paid[row, g].sum() == episodes.success[n, g, player]
                 assert rows.success[row, g] == episodes.success[n, g, player]
             else:
@@ -174,15 +174,15 @@ def test_an_evaluation_plays_one_side_against_a_perfect_player(params):
     assert (groups.ids["role"][groups.rollout.mask] == 0).all()
     replies = np.asarray(ENV.tokenizer.encode("ab"))
     tokens, mask = groups.rollout.tokens, groups.rollout.mask
-    said = 0
+    count = 0
     for n, g in itertools.product(range(N), range(2)):
         turn = groups.ids["turn"][n, g][: groups.rollout.lengths[n, g]]
         for number in range(turn.max()):
             reply = tokens[n, g][: len(turn)][(turn == number) & ~mask[n, g][: len(turn)]]
             assert len(reply) == 6  # heaps, a move, heaps
             assert reply[2] in replies
-            said += 1
-    assert said
+            count += 1
+    assert count
 
 
 def test_the_solution_plays_both_sides_to_the_end():

@@ -72,11 +72,14 @@ def trained(row):
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma"])
 def test_a_row_is_what_the_template_writes(chat_tokenizer, name):
     tokenizer = chat_tokenizer(name)
-    found = read(tokenizer, {"messages": TALK, "reward": 1})
-    ((row,),) = found.groups
-    whole = tokenizer.encode(tokenizer.chat(TALK[:4], add_generation_prompt=False))
-    assert ids(row) == whole[: len(ids(row))]
-    assert whole[len(ids(row)) :] in ([], tokenizer.encode("\n"))  # behind the end of the turn
+    dialogues = read(tokenizer, {"messages": TALK, "reward": 1})
+    ((row,),) = dialogues.groups
+    conversation = tokenizer.encode(tokenizer.chat(TALK[:4], add_generation_prompt=False))
+    assert ids(row) == conversation[: len(ids(row))]
+    assert conversation[len(ids(row)) :] in (
+        [],
+        tokenizer.encode("\n"),
+    )  # behind the end of the turn
     # Up to each turn, and with it.
     for n in (2, 4):
         prompt = tokenizer.encode(tokenizer.chat(TALK[: n - 1]))
@@ -85,41 +88,41 @@ def test_a_row_is_what_the_template_writes(chat_tokenizer, name):
         assert ids(row)[len(prompt) : len(prompt) + len(turn)] == turn
         assert turn[-1] in tokenizer.stop_ids
         assert tokenizer.decode(turn).strip() == TALK[n - 1]["content"]
-    counts = (found.counts.dialogues, found.counts.turns, found.counts.rows)
-    assert (counts, found.counts.rewritten) == ((1, 2, 1), 0)
+    counts = (dialogues.counts.dialogues, dialogues.counts.turns, dialogues.counts.rows)
+    assert (counts, dialogues.counts.rewritten) == ((1, 2, 1), 0)
 
 
 def test_masks_versions_and_points(chat_tokenizer):
     tokenizer = chat_tokenizer("llama")
     rows = [{"messages": TALK, "rewards": [0.25, -1]}, {"messages": TALK[:2], "reward": 2}]
-    found = read(tokenizer, *rows, {"messages": TALK[:2]})
-    (group,) = found.groups
-    made = to_rollout([group], SHAPE)
+    dialogues = read(tokenizer, *rows, {"messages": TALK[:2]})
+    (group,) = dialogues.groups
+    arrays = to_rollout([group], SHAPE)
     first, second = (trained(row) for row in group[:2])
-    mask = made.rollout.mask[0]
-    assert made.rollout.tokens[0, 0][mask[0]].tolist() == [*first[0], *first[1]]
-    assert made.rollout.tokens[0, 1][mask[1]].tolist() == second[0] == first[0]
-    assert (made.rollout.versions == -1).all()
-    assert (made.rollout.sampler_logprobs == 0).all()
-    ends = np.flatnonzero(made.paid[0, 0])
-    assert made.paid[0, 0][ends].tolist() == [0.25, -1]
-    assert [made.rollout.tokens[0, 0][e] for e in ends] == [first[0][-1], first[1][-1]]
-    assert ends.tolist() == [len(first[0]) - 1, int(made.rollout.lengths[0, 0]) - 1]
-    assert made.rewards[0, :3, 0].tolist() == [-0.75, 2, 0]
+    mask = arrays.rollout.mask[0]
+    assert arrays.rollout.tokens[0, 0][mask[0]].tolist() == [*first[0], *first[1]]
+    assert arrays.rollout.tokens[0, 1][mask[1]].tolist() == second[0] == first[0]
+    assert (arrays.rollout.versions == -1).all()
+    assert (arrays.rollout.sampler_logprobs == 0).all()
+    ends = np.flatnonzero(arrays.paid[0, 0])
+    assert arrays.paid[0, 0][ends].tolist() == [0.25, -1]
+    assert [arrays.rollout.tokens[0, 0][e] for e in ends] == [first[0][-1], first[1][-1]]
+    assert ends.tolist() == [len(first[0]) - 1, int(arrays.rollout.lengths[0, 0]) - 1]
+    assert arrays.rewards[0, :3, 0].tolist() == [-0.75, 2, 0]
     assert [row.metrics[REWARDED] for row in group] == [1, 1, 0]
-    assert made.ids["turn"][0, 0][mask[0]].tolist() == [0] * len(first[0]) + [1] * len(first[1])
+    assert arrays.ids["turn"][0, 0][mask[0]].tolist() == [0] * len(first[0]) + [1] * len(first[1])
 
 
 def test_what_a_template_rewrites_is_another_row_of_the_episode(chat_tokenizer):
     """Qwen writes a thought before the last turn, and drops it from earlier ones."""
     tokenizer = chat_tokenizer("qwen")
-    found = read(tokenizer, {"messages": TALK, "rewards": [0.25, 1]})
-    ((first, second),) = found.groups
-    assert found.counts.rewritten == 1
+    dialogues = read(tokenizer, {"messages": TALK, "rewards": [0.25, 1]})
+    ((first, second),) = dialogues.groups
+    assert dialogues.counts.rewritten == 1
     assert first.episode == second.episode
     for row, n in ((first, 2), (second, 4)):
-        whole = tokenizer.encode(tokenizer.chat(TALK[:n], add_generation_prompt=False))
-        assert ids(row) == whole[: len(ids(row))]
+        conversation = tokenizer.encode(tokenizer.chat(TALK[:n], add_generation_prompt=False))
+        assert ids(row) == conversation[: len(ids(row))]
         assert tokenizer.decode(trained(row)[-1]).startswith("<think>\n\n</think>")
         assert row.points == 1.25
 
@@ -134,21 +137,21 @@ def test_thoughts_are_tokens_that_the_model_writes(chat_tokenizer):
 
 
 @pytest.mark.parametrize("thought", ["Hm.", ""])
-@pytest.mark.parametrize("asked", ["So?", "<think>So?</think><|im_end|>"])
-def test_thoughts_that_the_template_drops_later_are_learned(chat_tokenizer, thought, asked):
+@pytest.mark.parametrize("question", ["So?", "<think>So?</think><|im_end|>"])
+def test_thoughts_that_the_template_drops_later_are_learned(chat_tokenizer, thought, question):
     tokenizer, before = chat_tokenizer(QWEN3), f"<think>\n{thought}\n</think>\n\n"
     talk = [
         user("What?"),
         assistant(f"{before}42"),
-        user(asked),
+        user(question),
         assistant(f"{before * bool(thought)}Yes."),
     ]
     ((first, second),) = read(tokenizer, {"messages": talk, "reward": 1}).groups
     texts = [tokenizer.decode(trained(row)[0], skip_special=False) for row in (first, second)]
     assert texts == [f"{before}42<|im_end|>", f"{before}Yes.<|im_end|>"]
-    shown = "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n42<|im_end|>\n"
-    shown += f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n{before}Yes.<|im_end|>"
-    assert tokenizer.decode(ids(second), skip_special=False) == shown
+    text = "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n42<|im_end|>\n"
+    text += f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{before}Yes.<|im_end|>"
+    assert tokenizer.decode(ids(second), skip_special=False) == text
     assert sum(i in tokenizer.stop_ids for i in ids(second)) == 4
 
 
@@ -165,11 +168,11 @@ def test_rows_agree_with_transformers(chat_tokenizer):
         turns = [(row, turn) for row in rows for turn in trained(row)]
         for n, (row, turn) in zip((2, 4), turns, strict=True):
             options = {"tokenize": True, "return_dict": False}
-            whole = theirs.apply_chat_template(TALK[:n], **options)
-            asked = {**options, "add_generation_prompt": True}
-            prompt = theirs.apply_chat_template(TALK[: n - 1], **asked)
+            conversation = theirs.apply_chat_template(TALK[:n], **options)
+            with_prompt = {**options, "add_generation_prompt": True}
+            prompt = theirs.apply_chat_template(TALK[: n - 1], **with_prompt)
             assert ids(row)[: len(prompt) + len(turn)] == [*prompt, *turn]
-            assert whole[: len(prompt) + len(turn)] == [*prompt, *turn]
+            assert conversation[: len(prompt) + len(turn)] == [*prompt, *turn]
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen"])
@@ -199,9 +202,9 @@ def test_dialogues_that_open_alike_are_a_group(chat_tokenizer):
     tokenizer = chat_tokenizer("gemma")
     other = [user("Who?"), assistant("I.")]
     rows = [{"messages": m, "reward": 0} for m in (TALK[:2], other, TALK)]
-    found = read(tokenizer, *rows)
-    assert [len(group) for group in found.groups] == [2, 1]
-    assert [found.where(row) for row in found.groups[0]] == [
+    dialogues = read(tokenizer, *rows)
+    assert [len(group) for group in dialogues.groups] == [2, 1]
+    assert [dialogues.where(row) for row in dialogues.groups[0]] == [
         f"talks.jsonl, line {n}" for n in (1, 3)
     ]
 
@@ -250,9 +253,9 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_row_is_named_or_left_out(chat_tokenizer, name):
-    tokenizer, (row, said) = chat_tokenizer("gemma"), BAD[name]
+    tokenizer, (row, message) = chat_tokenizer("gemma"), BAD[name]
     good = {"messages": TALK, "reward": 1}
-    with pytest.raises(UserError, match=f"talks.jsonl, line 2.*{said}"):
+    with pytest.raises(UserError, match=f"talks.jsonl, line 2.*{message}"):
         read(tokenizer, good, row)
     counts = read(tokenizer, good, row, invalid="skip").counts
     assert counts.dialogues == 1

@@ -14,8 +14,8 @@ from jrl.types import Prompt
 
 
 def answers(calls, count):
-    found = [calls.inbox.get(timeout=10) for _ in range(count)]
-    return sorted(found, key=lambda a: a.number)
+    answers_read = [calls.inbox.get(timeout=10) for _ in range(count)]
+    return sorted(answers_read, key=lambda a: a.number)
 
 
 def test_waiting_for_others_is_not_counted_but_own_time_is():

@@ -29,7 +29,7 @@ ENTRIES = [
 
 @pytest.fixture(scope="module")
 def world():
-    """What programs would like to reach: sockets, a file and a secret of the caller's."""
+    """Targets of hostile programs: sockets, a file and a secret of the caller's."""
     # Not below the working directories of a run, which are its own there.
     root = pathlib.Path(tempfile.mkdtemp(prefix="canary-", dir="/var/lib" if _is_root() else None))
     root.chmod(0o777)
@@ -103,24 +103,24 @@ def alone(tmp_path_factory):
 
 
 def left_behind():
-    """What there is on the machine, by name, that a program could leave."""
-    found = {}
+    """Things on the machine, by name, that a program could leave behind."""
+    remains = {}
     for place in PLACES:
         if os.path.isdir(place):
             names = (name for name in os.listdir(place) if re.search("jrl|case|note", name))
             # the library's own, for sandboxes and checkpoints of other tests, come and go
-            found[place] = sorted(name for name in names if not name.startswith("jrl-"))
+            remains[place] = sorted(name for name in names if not name.startswith("jrl-"))
     for path in QUEUES:
         if os.access(path, os.R_OK):
             text = pathlib.Path(path).read_text()
-            found[path] = [
+            remains[path] = [
                 line for line in text.splitlines() if re.search("4a524c|jrl|13[0-9]{5}", line)
             ]
     if os.path.exists("/proc/net/unix"):
         lines = pathlib.Path("/proc/net/unix").read_text().splitlines()
-        found["sockets"] = [line.split()[-1] for line in lines if "jrl_case" in line]
-    found["handles"] = len(os.listdir("/proc/self/fd"))
-    return found
+        remains["sockets"] = [line.split()[-1] for line in lines if "jrl_case" in line]
+    remains["handles"] = len(os.listdir("/proc/self/fd"))
+    return remains
 
 
 MARK = f"of-test-{os.getpid()}"
@@ -128,15 +128,15 @@ MARK = f"of-test-{os.getpid()}"
 
 def processes():
     """Processes that run with this process's mark in their environment."""
-    found = []
+    names = []
     for path in pathlib.Path("/proc").glob("[0-9]*"):
         try:
             state = (path / "stat").read_text().rpartition(")")[2].split()[0]
             if MARK.encode() in (path / "environ").read_bytes() and state not in "ZX":
-                found.append(path.name)
+                names.append(path.name)
         except OSError:
             continue
-    return found
+    return names
 
 
 def test_a_mark_finds_its_processes():
@@ -153,10 +153,12 @@ def test_a_mark_finds_its_processes():
 def test_a_hostile_program_gets_nothing_and_leaves_nothing(
     name, sandbox, world, alone, monkeypatch
 ):
-    made, make = [], tempfile.mkdtemp
+    directories, make = [], tempfile.mkdtemp
     marked = {**module._ENVIRONMENT, "JRL_CASE": MARK}
     monkeypatch.setattr(module, "_ENVIRONMENT", marked)
-    monkeypatch.setattr(module.tempfile, "mkdtemp", lambda **k: made.append(make(**k)) or made[-1])
+    monkeypatch.setattr(
+        module.tempfile, "mkdtemp", lambda **k: directories.append(make(**k)) or directories[-1]
+    )
     code, status, _ = PROGRAMS[name]
     for word, value in world.items():
         code = re.sub(rf"\b{word}\b", value, code)
@@ -172,4 +174,4 @@ def test_a_hostile_program_gets_nothing_and_leaves_nothing(
         time.sleep(0.05)
     assert not processes()
     assert left_behind() == before
-    assert not [directory for directory in made if os.path.exists(directory)]
+    assert not [directory for directory in directories if os.path.exists(directory)]

@@ -63,8 +63,8 @@ EXAMPLES = [
 
 @pytest.mark.parametrize(("family", "text"), EXAMPLES)
 def test_calls_as_the_models_write_them(family, text):
-    (found,) = PARSERS[family].parse(text, {"add": SCHEMA})
-    assert found._replace(id="") == ADD
+    (call,) = PARSERS[family].parse(text, {"add": SCHEMA})
+    assert call._replace(id="") == ADD
 
 
 def test_the_policys_own_ids_are_read_where_a_format_has_them():
@@ -115,12 +115,12 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("family", "text", "said"), BROKEN)
-def test_broken_structure_is_told(family, text, said):
-    (found,) = PARSERS[family].parse(text, {"add": {}})
-    assert (type(found), found.kind) == (Malformed, "structure")
-    assert said in found.reason
-    assert len(found.reason) < 400
+@pytest.mark.parametrize(("family", "text", "message"), BROKEN)
+def test_broken_structure_is_told(family, text, message):
+    (call,) = PARSERS[family].parse(text, {"add": {}})
+    assert (type(call), call.kind) == (Malformed, "structure")
+    assert message in call.reason
+    assert len(call.reason) < 400
 
 
 CONTENT = [
@@ -131,11 +131,11 @@ CONTENT = [
 ]
 
 
-@pytest.mark.parametrize(("call", "said"), CONTENT)
-def test_wrong_content_is_told(call, said):
-    found = check_call(call, {"add": SCHEMA})
-    assert found.kind == "content"
-    assert said in found.reason
+@pytest.mark.parametrize(("call", "message"), CONTENT)
+def test_wrong_content_is_told(call, message):
+    mistake = check_call(call, {"add": SCHEMA})
+    assert mistake.kind == "content"
+    assert message in mistake.reason
 
 
 def test_right_content_passes():
@@ -250,15 +250,15 @@ def test_json_that_names_no_tool_on_offer_is_an_answer(text):
 def test_thoughts_hold_no_calls_and_arguments_may_hold_their_end(family):
     """gpt-oss thinks in messages of their own."""
     ends = "[/THINK]" if family == "mistral" else "</think>"
-    said = f"a {ends} b" if family != "gemma" else f"a {ends}"
-    call, other = (as_a_model_writes(family, "add", {"s": x}) for x in (said, "no"))
-    parse, wanted = PARSERS[family].parse, (Call("add", {"s": said}),)
+    argument = f"a {ends} b" if family != "gemma" else f"a {ends}"
+    call, other = (as_a_model_writes(family, "add", {"s": x}) for x in (argument, "no"))
+    parse, calls = PARSERS[family].parse, (Call("add", {"s": argument}),)
     schemas = {"add": SCHEMA}
-    assert parse(call, schemas) == wanted
+    assert parse(call, schemas) == calls
     assert parse(f"I could:\n{other}\nor not.{ends}No need.", schemas) == ()
-    assert parse(f"hm\n{other}{ends}\n{call}", schemas) == wanted
+    assert parse(f"hm\n{other}{ends}\n{call}", schemas) == calls
     begins = ends.replace("/", "")
-    assert parse(f"{call}\n{begins}Or:\n{other}{ends}", schemas) == wanted
+    assert parse(f"{call}\n{begins}Or:\n{other}{ends}", schemas) == calls
 
 
 def test_a_mark_in_words_beside_calls_is_a_word():
@@ -267,8 +267,8 @@ def test_a_mark_in_words_beside_calls_is_a_word():
     one = (Call("add", {"a": 1}),)
     assert hermes(f"I use <tool_call> for it.\n{call}\nThat was a <tool_call>.", {}) == one
     assert mistral('[TOOL_CALLS]add[ARGS]{"a": 1}\nSee [TOOL_CALLS] there.', {}) == one
-    broken = "<tool_call>add(1)</tool_call>\n"
-    assert [type(x) for x in hermes(broken + call, {})] == [Malformed, Call]
+    malformed = "<tool_call>add(1)</tool_call>\n"
+    assert [type(x) for x in hermes(malformed + call, {})] == [Malformed, Call]
 
 
 ONE, TWO = Call("add", {"a": 1}), Call("add", {"a": 2})
@@ -302,10 +302,10 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("family", "text", "said"), REFUSED)
-def test_no_argument_is_lost(family, text, said):
-    (found,) = PARSERS[family].parse(text, {"add": SCHEMA})
-    assert said in found.reason
+@pytest.mark.parametrize(("family", "text", "message"), REFUSED)
+def test_no_argument_is_lost(family, text, message):
+    (call,) = PARSERS[family].parse(text, {"add": SCHEMA})
+    assert message in call.reason
 
 
 TYPED = [
@@ -366,17 +366,17 @@ def test_half_surrogates_do_not_leave(family):
 
 def test_reasons_hold_no_addresses():
     for value in ("x", "f(1)", "lambda: 0", "{1: x}", "[*y]"):
-        (broken,) = PARSERS["gemma"].parse(f"```tool_code\nadd(a={value})\n```", {})
-        assert "0x" not in broken.reason
-        assert "a" in broken.reason
+        (malformed,) = PARSERS["gemma"].parse(f"```tool_code\nadd(a={value})\n```", {})
+        assert "0x" not in malformed.reason
+        assert "a" in malformed.reason
 
 
 def test_what_cannot_be_checked_is_told_without_addresses(monkeypatch):
     why = "it cannot be checked: TypeError('<function f at 0x7f12ab> and <A object at 0x1>')"
     monkeypatch.setattr("jrl.episodes.tools.fault", lambda *parts: why)
-    said = check_call(Call("add", {}), {"add": SCHEMA})
-    assert isinstance(said, Malformed)
-    assert said.reason.endswith("TypeError('an expression and an expression')")
+    mistake = check_call(Call("add", {}), {"add": SCHEMA})
+    assert isinstance(mistake, Malformed)
+    assert mistake.reason.endswith("TypeError('an expression and an expression')")
 
 
 pieces = st.sampled_from(
@@ -388,11 +388,11 @@ pieces = st.sampled_from(
 @settings(max_examples=150, deadline=None)
 @given(st.lists(pieces | st.text(max_size=4), max_size=30).map("".join))
 def test_nothing_raises(family, text):
-    for found in PARSERS[family].parse(text, {"f": SCHEMA}):
-        assert isinstance(found, Call | Malformed)
-        if isinstance(found, Call):
-            assert isinstance(found.name, str)
-            assert isinstance(check_call(found, {"f": SCHEMA}), Call | Malformed)
+    for call in PARSERS[family].parse(text, {"f": SCHEMA}):
+        assert isinstance(call, Call | Malformed)
+        if isinstance(call, Call):
+            assert isinstance(call.name, str)
+            assert isinstance(check_call(call, {"f": SCHEMA}), Call | Malformed)
 
 
 @pytest.mark.parametrize("family", PARSERS)
@@ -426,8 +426,8 @@ def test_a_parser_of_another_family_is_refused(family):
     for template in MARKED[family]:
         assert get_parser(family, template) is PARSERS[family]
         for other in PARSERS.keys() - {family}:
-            said = f"parser = '{other}' does not fit .* chat template is of '{family}'"
-            with pytest.raises(UserError, match=said):
+            message = f"parser = '{other}' does not fit .* chat template is of '{family}'"
+            with pytest.raises(UserError, match=message):
                 get_parser(other, template)
 
 

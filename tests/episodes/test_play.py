@@ -74,11 +74,13 @@ def counting_env(wait=no_wait, turns=4, opened=None, **limits):
 
     async def step(state, reply):
         await wait()
-        said = state["said"] + len(reply.tokens)
+        token_count = state["said"] + len(reply.tokens)
         done = len(reply.tokens) > 12
         metrics = {"said": float(len(reply.tokens))}
-        feedback = Feedback(user(f"{said}>"), float(len(reply.tokens)), done, done, None, metrics)
-        return {"said": said}, feedback
+        feedback = Feedback(
+            user(f"{token_count}>"), float(len(reply.tokens)), done, done, None, metrics
+        )
+        return {"said": token_count}, feedback
 
     async def close(state):
         await wait()
@@ -100,31 +102,31 @@ def seed_of(prompt):
 def play(env, count=3, group=4, slots=4, chunk=3, **device):
     table = rows(slots, chunk)
     table.set_weights(params(), 7)
-    asked = prompts(count)
-    seeds = [seed_of(p) for p in asked]
+    played_prompts = prompts(count)
+    seeds = [seed_of(p) for p in played_prompts]
     with Calls() as calls:
         world = host_world(calls, env, CHAT, TOKENIZER)
-        return play_episodes(Device(table, **device), world, asked, seeds, group=group)
+        return play_episodes(Device(table, **device), world, played_prompts, seeds, group=group)
 
 
-def turns_of(played):
-    """What was drawn, and what came between, of every member."""
+def turns_of(rollout):
+    """Sampled turns and replies of every member."""
     return [
         [(s.tokens.tolist(), s.drawn, s.reward) for s in t.segments]
-        for group in played.groups
+        for group in rollout.groups
         for t in group
     ]
 
 
 @pytest.fixture(scope="module")
-def calm():
+def undelayed():
     # No row is read again, whatever earlier tests measured: its rounding would differ.
     return play(counting_env(), choose=lambda wait: WaitingPlace.HELD)
 
 
-def test_every_episode_is_its_opening_turns_and_answers(calm):
-    assert {t.stop for g in calm.groups for t in g} >= {StopReason.DONE, StopReason.TURNS}
-    for i, group in enumerate(calm.groups):
+def test_every_episode_is_its_opening_turns_and_answers(undelayed):
+    assert {t.stop for g in undelayed.groups for t in g} >= {StopReason.DONE, StopReason.TURNS}
+    for i, group in enumerate(undelayed.groups):
         assert len({str(t.segments[0].tokens) for t in group}) > 1
         for j, transcript in enumerate(group):
             assert (transcript.member, transcript.prompt.id) == (j, i)
@@ -144,12 +146,12 @@ def test_every_episode_is_its_opening_turns_and_answers(calm):
             assert transcript.metrics["said"] == total
             states = [t.state for t in turns]
             assert len(set(states)) == len(states)
-    first = {t.segments[0].state for t in calm.groups[0]}
+    first = {t.segments[0].state for t in undelayed.groups[0]}
     assert len(first) == 1
 
 
-def test_the_trainers_log_probabilities_are_the_samplers(calm):
-    batch = to_rollout(calm.groups, RowShape(4, P, T)).rollout.check()
+def test_the_trainers_log_probabilities_are_the_samplers(undelayed):
+    batch = to_rollout(undelayed.groups, RowShape(4, P, T)).rollout.check()
     n, g, t = batch.tokens.shape
     for i in range(n):
         length = int(batch.prompt_lengths[i])
@@ -159,21 +161,21 @@ def test_the_trainers_log_probabilities_are_the_samplers(calm):
         hidden, _ = NETWORK.hidden(params(), tokens, positions, np.ones_like(tokens))
         logits = NETWORK.logits(params(), hidden[:, length - 1 : -1]).reshape(g * t, -1)
         logprobs = sampling_logprobs(logits, make_sampling_params()).reshape(g, t, -1)
-        own = jnp.take_along_axis(logprobs, batch.tokens[i][..., None], axis=2)[..., 0]
-        gap = np.where(batch.mask[i], own - batch.sampler_logprobs[i], 0)
+        member_logprobs = jnp.take_along_axis(logprobs, batch.tokens[i][..., None], axis=2)[..., 0]
+        gap = np.where(batch.mask[i], member_logprobs - batch.sampler_logprobs[i], 0)
         assert np.abs(gap).max() < 1e-5
-    assert batch.mask.sum() == calm.counts["slot_tokens"]
+    assert batch.mask.sum() == undelayed.counts["slot_tokens"]
 
 
-def test_draws_do_not_depend_on_timing_slots_or_chunks(calm):
+def test_draws_do_not_depend_on_timing_slots_or_chunks(undelayed):
     chance = random.Random(1)
 
     async def wait():
         await asyncio.sleep(chance.random() * 0.02)
 
-    assert turns_of(play(counting_env(wait))) == turns_of(calm)
-    assert turns_of(play(counting_env(wait), slots=7, chunk=5)) == turns_of(calm)
-    assert turns_of(play(counting_env(), slots=1, chunk=8)) == turns_of(calm)
+    assert turns_of(play(counting_env(wait))) == turns_of(undelayed)
+    assert turns_of(play(counting_env(wait), slots=7, chunk=5)) == turns_of(undelayed)
+    assert turns_of(play(counting_env(), slots=1, chunk=8)) == turns_of(undelayed)
 
 
 # ---------------------------------------------------------------- several contexts
@@ -186,23 +188,23 @@ def folding_env(wait=no_wait, **limits):
 
 
 def test_contexts_hold_a_summary_and_what_follows_it():
-    played = play(folding_env())
-    asked, full = TOKENIZER.encode("sum"), 0
-    for transcript in (t for g in played.groups for t in g):
+    rollout = play(folding_env())
+    summary_ids, full = TOKENIZER.encode("sum"), 0
+    for transcript in (t for g in rollout.groups for t in g):
         parts, last = transcript.segments, -1
         for k, part in enumerate(parts):
             if part.context == last:
                 continue
             if part.context:  # asked for, drawn, kept as it was drawn, and the answer behind it
                 full += 1
-                request, summary, kept, answer = parts[k - 2 : k + 2]
+                request, summary, repeated, answer = parts[k - 2 : k + 2]
                 end = [] if summary.tokens[-1] in STOPS else [TOKENIZER.eos_id]
-                assert request.tokens.tolist()[-3:] == asked
+                assert request.tokens.tolist()[-3:] == summary_ids
                 assert summary.drawn
                 assert len(summary.tokens) <= 5
                 assert not request.drawn
-                assert not kept.drawn
-                assert kept.tokens.tolist() == summary.tokens.tolist()
+                assert not repeated.drawn
+                assert repeated.tokens.tolist() == summary.tokens.tolist()
                 assert answer.tokens.tolist()[: len(end)] == end
                 assert TOKENIZER.decode(answer.tokens.tolist()).endswith(">")
                 assert summary.reward == ()
@@ -212,10 +214,12 @@ def test_contexts_hold_a_summary_and_what_follows_it():
             assert used <= T
         turns = [s for s in parts if s.drawn and s.reward]
         assert [s.reward[0] for s in turns] == [len(s.tokens) for s in turns]
-    assert full == played.counts["summaries"] > 3
-    drawn = sum(len(s.tokens) for g in played.groups for t in g for s in t.segments if s.drawn)
-    assert drawn == played.counts["slot_tokens"]
-    assert {t.stop for g in played.groups for t in g} <= {StopReason.TURNS, StopReason.LENGTH}
+    assert full == rollout.counts["summaries"] > 3
+    sampled_tokens = sum(
+        len(s.tokens) for g in rollout.groups for t in g for s in t.segments if s.drawn
+    )
+    assert sampled_tokens == rollout.counts["slot_tokens"]
+    assert {t.stop for g in rollout.groups for t in g} <= {StopReason.TURNS, StopReason.LENGTH}
 
 
 @pytest.mark.parametrize("place", [WaitingPlace.PARKED, WaitingPlace.DROPPED, None])
@@ -225,10 +229,10 @@ def test_contexts_do_not_depend_on_timing_slots_or_chunks(place):
     async def wait():
         await asyncio.sleep(chance.random() * 0.02)
 
-    calm = turns_of(play(folding_env()))
-    assert turns_of(play(folding_env(), slots=1, chunk=8)) == calm
+    undelayed = turns_of(play(folding_env()))
+    assert turns_of(play(folding_env(), slots=1, chunk=8)) == undelayed
     choose = by_chance(5) if place is None else lambda wait: place
-    assert turns_of(play(folding_env(wait), choose=choose)) == calm
+    assert turns_of(play(folding_env(wait), choose=choose)) == undelayed
 
 
 @pytest.mark.parametrize("endings", ["", "ab"], ids=["alike", "apart"])
@@ -242,14 +246,18 @@ def test_a_context_was_drawn_behind_the_prompt_and_itself_alone(endings):
     async def init(prompt, seed):
         return {"said": 0}, user(prompt.text + endings[next(turn) % 2 :][:1])
 
-    played = play(env._replace(init=init))
-    batch = to_rollout(played.groups, RowShape(4, P, T, contexts=3))
+    episodes = play(env._replace(init=init))
+    batch = to_rollout(episodes.groups, RowShape(4, P, T, contexts=3))
     rollout, context = batch.rollout, batch.ids["context"]
     trained = to_batch(rollout, batch.rewards, np.ones(1, np.float32), batch.ids)
     scored = jit(partial(score, network=NETWORK, value=None, want=frozenset({"logprobs"})))
-    found = np.asarray(scored({"policy": params()}, trained, make_sampling_params())["logprobs"])
+    scored_logprobs = np.asarray(
+        scored({"policy": params()}, trained, make_sampling_params())["logprobs"]
+    )
     # Decoding rounds so in episodes of one context, too.
-    assert np.abs(np.where(rollout.mask, found - rollout.sampler_logprobs, 0)).max() < 3e-5
+    assert (
+        np.abs(np.where(rollout.mask, scored_logprobs - rollout.sampler_logprobs, 0)).max() < 3e-5
+    )
     assert context.max() == 2
     i, j = map(int, np.argwhere(context.max(-1) == 2)[0])
     prompt = rollout.prompt_tokens[i, : rollout.prompt_lengths[i]]
@@ -259,8 +267,13 @@ def test_a_context_was_drawn_behind_the_prompt_and_itself_alone(endings):
         hidden, _ = NETWORK.hidden(params(), tokens, np.arange(tokens.size)[None], tokens * 0 + 1)
         logits = NETWORK.logits(params(), hidden[0, len(prompt) - 1 : -1])
         logprobs = np.asarray(sampling_logprobs(logits, make_sampling_params()))
-        own = np.take_along_axis(logprobs, tokens[0, len(prompt) :, None], axis=1)[:, 0]
-        assert np.abs(np.where(rollout.mask[i, j, at], own - found[i, j, at], 0)).max() < 3e-5
+        direct_logprobs = np.take_along_axis(logprobs, tokens[0, len(prompt) :, None], axis=1)[:, 0]
+        assert (
+            np.abs(
+                np.where(rollout.mask[i, j, at], direct_logprobs - scored_logprobs[i, j, at], 0)
+            ).max()
+            < 3e-5
+        )
 
 
 def by_chance(seed):
@@ -269,7 +282,7 @@ def by_chance(seed):
 
 
 @pytest.mark.parametrize("place", [*WaitingPlace, None])
-def test_draws_do_not_depend_on_where_rows_wait(calm, place):
+def test_draws_do_not_depend_on_where_rows_wait(undelayed, place):
     """Rows held, parked, dropped, or each time one of them by chance: the same episodes.
 
     The same bits where no row is read again.
@@ -281,30 +294,30 @@ def test_draws_do_not_depend_on_where_rows_wait(calm, place):
         await asyncio.sleep(chance.random() * 0.02)
 
     choose = by_chance(3) if place is None else lambda wait: place
-    played = play(counting_env(wait), choose=choose)
-    assert turns_of(played) == turns_of(calm)
-    for mine, theirs in zip(played.groups, calm.groups, strict=True):
+    moved_rows = play(counting_env(wait), choose=choose)
+    assert turns_of(moved_rows) == turns_of(undelayed)
+    for mine, theirs in zip(moved_rows.groups, undelayed.groups, strict=True):
         for a, b in zip(mine, theirs, strict=True):
             for x, y in zip(a.segments[::2], b.segments[::2], strict=True):  # those drawn
                 most = 0 if place in (WaitingPlace.HELD, WaitingPlace.PARKED) else 1e-5
                 np.testing.assert_allclose(x.logprobs, y.logprobs, rtol=0, atol=most)
-    counts = played.counts
+    counts = moved_rows.counts
     assert (counts["parked"] > 0) == (place in (WaitingPlace.PARKED, None))
     assert (counts["dropped"] > 0) == (place in (WaitingPlace.DROPPED, None))
     assert (counts["reread_tokens"] > 0) == (counts["dropped"] > 0)
 
 
-def test_tokens_are_read_once(calm):
+def test_tokens_are_read_once(undelayed):
     """Prompts once for members that begin together, answers once, and no turn's past again."""
-    played = play(counting_env(), slots=4, choose=lambda wait: WaitingPlace.PARKED)
-    members = [t for g in played.groups for t in g]
+    parked = play(counting_env(), slots=4, choose=lambda wait: WaitingPlace.PARKED)
+    members = [t for g in parked.groups for t in g]
     answers = sum(len(s.tokens) for t in members for s in t.segments if not s.drawn)
-    openings = [len(g[0].opening) for g in played.groups]
-    read = played.counts["read_tokens"] - answers
+    openings = [len(g[0].opening) for g in parked.groups]
+    read = parked.counts["read_tokens"] - answers
     assert sum(openings) <= read <= 4 * sum(openings)
-    assert played.counts["reread_tokens"] == 0
+    assert parked.counts["reread_tokens"] == 0
     again = play(counting_env(), slots=4, choose=lambda wait: WaitingPlace.DROPPED).counts
-    assert again["read_tokens"] > played.counts["read_tokens"]
+    assert again["read_tokens"] > parked.counts["read_tokens"]
     assert again["read_tokens"] - again["reread_tokens"] <= answers + 4 * sum(openings)
 
 
@@ -318,9 +331,9 @@ def test_a_slot_does_not_wait(place):
         await all_met.wait()
         return await env.step(state, reply)
 
-    played = play(env._replace(step=step), count=2, choose=lambda wait: place)
-    assert {t.stop for g in played.groups for t in g} == {StopReason.TURNS}
-    assert played.counts[place.value] >= 3 * 4
+    rollout = play(env._replace(step=step), count=2, choose=lambda wait: place)
+    assert {t.stop for g in rollout.groups for t in g} == {StopReason.TURNS}
+    assert rollout.counts[place.value] >= 3 * 4
 
 
 def test_a_slot_that_is_held_waits():
@@ -330,9 +343,9 @@ def test_a_slot_that_is_held_waits():
     async def step(state, reply):
         await all_met.wait()
 
-    played = play(env._replace(step=step), count=2, choose=lambda wait: WaitingPlace.HELD)
-    assert {t.stop for g in played.groups for t in g} == {StopReason.TIMEOUT}
-    assert played.counts["parked"] == played.counts["dropped"] == 0
+    rollout = play(env._replace(step=step), count=2, choose=lambda wait: WaitingPlace.HELD)
+    assert {t.stop for g in rollout.groups for t in g} == {StopReason.TIMEOUT}
+    assert rollout.counts["parked"] == rollout.counts["dropped"] == 0
 
 
 def test_all_slots_waiting_is_a_wait_and_no_loop(monkeypatch):
@@ -343,52 +356,52 @@ def test_all_slots_waiting_is_a_wait_and_no_loop(monkeypatch):
     monkeypatch.setattr(Rows, "decode", lambda *a: chunks.append(1) or decode(*a))
     play(counting_env(turns=2, turn_tokens=3), count=1, group=2)
     chunks.clear()
-    began, spent = time.monotonic(), time.thread_time()
-    played = play(counting_env(wait, turns=2, turn_tokens=3), count=1, group=2)
-    took, spent = time.monotonic() - began, time.thread_time() - spent
-    assert 0.25 < played.counts["idle_seconds"] < took
+    start, spent = time.monotonic(), time.thread_time()
+    rollout = play(counting_env(wait, turns=2, turn_tokens=3), count=1, group=2)
+    took, spent = time.monotonic() - start, time.thread_time() - spent
+    assert 0.25 < rollout.counts["idle_seconds"] < took
     assert len(chunks) <= 4
     assert spent < 0.5 * took
 
 
 def test_slots_without_an_episode_are_not_in_use():
-    played = play(counting_env(turns=1), count=1, group=3, slots=4)
-    assert played.counts["slot_steps"] <= 3 * T
+    rollout = play(counting_env(turns=1), count=1, group=3, slots=4)
+    assert rollout.counts["slot_steps"] <= 3 * T
 
 
 @pytest.mark.parametrize("place", [WaitingPlace.PARKED, WaitingPlace.DROPPED])
-def test_divided_slots_give_the_same(calm, place):
+def test_divided_slots_give_the_same(undelayed, place):
     """Slots divided over two devices; half as many rows may be parked, each whole on both."""
     with jax.set_mesh(make_mesh({"data": 2}, jax.devices()[:2])):
         rows.cache_clear()
-        played = play(counting_env(), choose=lambda wait: place)
+        divided = play(counting_env(), choose=lambda wait: place)
         assert rows().max_suspended == 2
         rows.cache_clear()
-    assert turns_of(played) == turns_of(calm)
-    assert played.counts[place.value] > 0
+    assert turns_of(divided) == turns_of(undelayed)
+    assert divided.counts[place.value] > 0
 
 
-def test_sync_functions_give_the_same(calm):
+def test_sync_functions_give_the_same(undelayed):
     env = counting_env()
 
     def sync(function):
-        return lambda *given: asyncio.run(function(*given))
+        return lambda *args: asyncio.run(function(*args))
 
     other = env._replace(init=sync(env.init), step=sync(env.step), close=sync(env.close))
-    assert turns_of(play(other)) == turns_of(calm)
+    assert turns_of(play(other)) == turns_of(undelayed)
 
 
 def test_one_turn_is_what_generate_draws():
-    played = play(counting_env(turns=1), count=3, group=4)
-    asked = prompts(3)
+    episodes = play(counting_env(turns=1), count=3, group=4)
+    sampled_prompts = prompts(3)
     tokens = np.zeros((3, P), np.int32)
-    for row, prompt in zip(tokens, asked, strict=True):
+    for row, prompt in zip(tokens, sampled_prompts, strict=True):
         row[: len(prompt.text)] = TOKENIZER.encode(prompt.text)
     sample = partial(generate, network=NETWORK, group=4, max_new_tokens=T, stop_tokens=STOPS)
-    lengths = np.array([len(p.text) for p in asked], np.int32)
-    given = tokens, lengths, make_sampling_params(), np.int32(7), np.arange(3)
-    expected, _ = jit(sample)(jax.random.key(3), params(), *given)
-    rollout = to_rollout(played.groups, RowShape(4, P, T)).rollout
+    lengths = np.array([len(p.text) for p in sampled_prompts], np.int32)
+    arguments = tokens, lengths, make_sampling_params(), np.int32(7), np.arange(3)
+    expected, _ = jit(sample)(jax.random.key(3), params(), *arguments)
+    rollout = to_rollout(episodes.groups, RowShape(4, P, T)).rollout
     for i in range(3):
         for j in range(4):
             n = int(expected.lengths[i, j])
@@ -405,25 +418,25 @@ def test_slots_are_refilled_while_others_wait():
             await asyncio.sleep(1.0)
 
     begin = time.monotonic()
-    played = play(counting_env(wait, turns=1), count=4, group=4, slots=4)
+    rollout = play(counting_env(wait, turns=1), count=4, group=4, slots=4)
     assert time.monotonic() - begin < 3
-    assert {t.stop for g in played.groups for t in g} <= {StopReason.TURNS, StopReason.DONE, 2}
+    assert {t.stop for g in rollout.groups for t in g} <= {StopReason.TURNS, StopReason.DONE, 2}
 
 
 # ---------------------------------------------------------------- limits
 
 
 def test_turns_that_are_cut_are_ended_for_the_policy():
-    played = play(counting_env(turn_tokens=4))
-    cut = [
+    rollout = play(counting_env(turn_tokens=4))
+    cut_turns = [
         (a, b)
-        for g in played.groups
+        for g in rollout.groups
         for t in g
         for a, b in zip(t.segments, t.segments[1:], strict=False)
         if a.drawn and a.tokens[-1] not in STOPS
     ]
-    assert cut
-    for turn, answer in cut:
+    assert cut_turns
+    for turn, answer in cut_turns:
         assert len(turn.tokens) == 4
         assert answer.tokens[0] == TOKENIZER.eos_id
 
@@ -435,8 +448,8 @@ def test_an_answer_that_leaves_no_room_is_not_given():
         state, feedback = await env.step(state, reply)
         return state, feedback._replace(messages=user("x" * 30), done=False)
 
-    played = play(env._replace(step=wordy))
-    for transcript in (t for g in played.groups for t in g):
+    rollout = play(env._replace(step=wordy))
+    for transcript in (t for g in rollout.groups for t in g):
         length = sum(len(s.tokens) for s in transcript.segments)
         assert length <= T
         assert transcript.segments[-1].drawn
@@ -451,8 +464,8 @@ def test_members_that_open_differently_share_what_is_common():
     async def init(prompt, seed):
         return {"said": 0}, user(prompt.text + "ab"[next(turn) % 2] * 2)
 
-    played = play(env._replace(init=init), count=2)
-    batch = to_rollout(played.groups, RowShape(4, P, T)).rollout
+    rollout = play(env._replace(init=init), count=2)
+    batch = to_rollout(rollout.groups, RowShape(4, P, T)).rollout
     assert batch.prompt_lengths.tolist() == [4, 4]
     assert not batch.mask[:, :, :2].any()
     assert batch.mask[:, :, 2].all()
@@ -471,14 +484,14 @@ def test_weights_may_change_between_turns():
     def newer():
         return params(), next(versions)
 
-    played = play(counting_env(), newer=newer)
-    assert len(turns_of(played)) == 12
-    for transcript in (t for g in played.groups for t in g):
-        own = np.concatenate([s.versions for s in transcript.segments if s.drawn])
-        assert (np.diff(own) >= 0).all()
-        assert own[0] >= 8
-    assert len({int(s.versions[0]) for t in played.groups[0] for s in t.segments if s.drawn}) > 2
-    assert turns_of(played) == turns_of(play(counting_env()))
+    rollout = play(counting_env(), newer=newer)
+    assert len(turns_of(rollout)) == 12
+    for transcript in (t for g in rollout.groups for t in g):
+        policy_versions = np.concatenate([s.versions for s in transcript.segments if s.drawn])
+        assert (np.diff(policy_versions) >= 0).all()
+        assert policy_versions[0] >= 8
+    assert len({int(s.versions[0]) for t in rollout.groups[0] for s in t.segments if s.drawn}) > 2
+    assert turns_of(rollout) == turns_of(play(counting_env()))
 
 
 # ---------------------------------------------------------------- faults
@@ -529,12 +542,12 @@ def faulty_env(faults, rate, opened):
 def check_faults(count, group):
     faults, opened, before = [], [], threading.active_count()
     begin = time.monotonic()
-    played = play(faulty_env(faults, 0.2, opened), count=count, group=group, slots=8, chunk=4)
+    rollout = play(faulty_env(faults, 0.2, opened), count=count, group=group, slots=8, chunk=4)
     took = time.monotonic() - begin
-    members = [t for g in played.groups for t in g]
+    members = [t for g in rollout.groups for t in g]
     slow = sum(kind in ("hang", "stubborn") for kind in faults)
-    assert played.counts["env_timeouts"] == slow > 0
-    assert played.counts["env_errors"] == len(faults) - slow > 0
+    assert rollout.counts["env_timeouts"] == slow > 0
+    assert rollout.counts["env_errors"] == len(faults) - slow > 0
     assert len(set(faults)) == 8
     assert sum(t.stop == StopReason.TIMEOUT for t in members) == slow
     assert sum(t.stop == StopReason.FAILED for t in members) == len(faults) - slow
@@ -543,7 +556,7 @@ def check_faults(count, group):
     assert not opened  # every environment that opened was closed
     assert threading.active_count() == before
     assert took < 20 + 0.4 * slow  # programs are compiled meanwhile
-    batch = to_rollout(played.groups, RowShape(group, P, T)).rollout
+    batch = to_rollout(rollout.groups, RowShape(group, P, T)).rollout
     assert ((batch.stop < StopReason.FAILED) == batch.mask.any(2)).all()
 
 
@@ -569,12 +582,12 @@ def test_an_async_function_that_blocks_the_loop_ends():
 
     before = threading.active_count()
     begin = time.monotonic()
-    played = play(env._replace(step=step), count=6)
+    rollout = play(env._replace(step=step), count=6)
     assert time.monotonic() - begin < 15
     release.set()
     # With it went what the loop was to answer then: of the four slots, and four openings.
-    assert 1 <= played.counts["env_timeouts"] <= 8
-    assert sum(t.alive for g in played.groups for t in g) == 24 - played.counts["env_timeouts"]
+    assert 1 <= rollout.counts["env_timeouts"] <= 8
+    assert sum(t.alive for g in rollout.groups for t in g) == 24 - rollout.counts["env_timeouts"]
     for _ in range(50):
         if threading.active_count() > before:
             time.sleep(0.1)
@@ -588,9 +601,9 @@ def test_deadlines_of_turns_and_episodes():
     turns = play(counting_env(wait, turn_seconds=0.05, call_seconds=9), count=1, group=2)
     assert {t.stop for t in turns.groups[0]} == {StopReason.TIMEOUT}
     assert "turn 0 took more than 0.05 seconds" in turns.groups[0][0].reason
-    whole = play(counting_env(wait, episode_seconds=0.2, call_seconds=9), count=1, group=2)
-    assert {t.stop for t in whole.groups[0]} <= {StopReason.TIMEOUT, StopReason.DONE}
-    assert whole.counts["env_timeouts"] > 0
+    rollout = play(counting_env(wait, episode_seconds=0.2, call_seconds=9), count=1, group=2)
+    assert {t.stop for t in rollout.groups[0]} <= {StopReason.TIMEOUT, StopReason.DONE}
+    assert rollout.counts["env_timeouts"] > 0
 
 
 def paying_late(earlier):
@@ -608,20 +621,20 @@ def paying_late(earlier):
 
 
 def test_points_for_earlier_turns_stand_at_those_turns():
-    played = play(paying_late([10.0, 20.0]), count=1)
-    (group,) = played.groups
+    rollout = play(paying_late([10.0, 20.0]), count=1)
+    (group,) = rollout.groups
     for row in group:
-        drawn = [s for s in row.segments if s.drawn]
-        assert [s.reward for s in drawn] == [(10.25,), (20.25,), (1.0,)]
-    found = to_rollout([group], RowShape(4, P, T)).paid
-    assert sorted(found[found > 0].tolist()) == sorted(4 * [1.0, 10.25, 20.25])
+        turns = [s for s in row.segments if s.drawn]
+        assert [s.reward for s in turns] == [(10.25,), (20.25,), (1.0,)]
+    paid = to_rollout([group], RowShape(4, P, T)).paid
+    assert sorted(paid[paid > 0].tolist()) == sorted(4 * [1.0, 10.25, 20.25])
 
 
 def test_points_for_turns_that_were_not_taken_fail_the_member():
-    played = play(paying_late([1.0] * 3), count=1, group=2)
-    assert all(row.stop == StopReason.FAILED for row in played.groups[0])
-    assert "points for 3 earlier turns; 2 were taken" in played.groups[0][0].reason
-    assert played.counts["env_errors"] == 2
+    rollout = play(paying_late([1.0] * 3), count=1, group=2)
+    assert all(row.stop == StopReason.FAILED for row in rollout.groups[0])
+    assert "points for 3 earlier turns; 2 were taken" in rollout.groups[0][0].reason
+    assert rollout.counts["env_errors"] == 2
 
 
 def test_close_may_fail():
@@ -630,6 +643,6 @@ def test_close_may_fail():
     async def close(state):
         raise Broken("cannot close")
 
-    played = play(env._replace(close=close), count=1)
-    assert played.counts["env_close_errors"] == 4
-    assert all(t.alive for t in played.groups[0])
+    rollout = play(env._replace(close=close), count=1)
+    assert rollout.counts["env_close_errors"] == 4
+    assert all(t.alive for t in rollout.groups[0])

@@ -57,15 +57,15 @@ PROMPT = Prompt(1, "you", np.zeros(0, np.int32), None, {"hang": False})
 
 
 def processes():
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             text = path.read_bytes()
         except OSError:
             continue
         if str(module._WORKER).encode() in text:
-            found.append(int(path.parent.name))
-    return found
+            pids.append(int(path.parent.name))
+    return pids
 
 
 @pytest.fixture
@@ -103,8 +103,8 @@ def test_an_episode_and_the_next_in_the_same_process(world):
         assert messages == [{"role": "user", "content": "hi you"}]
         for turn in (0, 1):
             state, feedback = ask(env.step, state, reply("go", turn)).value
-            n, told, pid = feedback["messages"][0]["content"].split()
-            assert (n, told) == (str(turn + 1), str(seed))
+            n, seed_text, pid = feedback["messages"][0]["content"].split()
+            assert (n, seed_text) == (str(turn + 1), str(seed))
             pids.add(pid)
         _, feedback = ask(env.step, state, reply("go", 2)).value
         assert (feedback["done"], feedback["reward"]) == (True, 0.5)
@@ -114,7 +114,7 @@ def test_an_episode_and_the_next_in_the_same_process(world):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("die", "its process died"),
         ("exit", "SystemExit: 3"),
@@ -124,13 +124,13 @@ def test_an_episode_and_the_next_in_the_same_process(world):
         ("strange", ""),
     ],
 )
-def test_faults_end_one_episode(world, text, said):
+def test_faults_end_one_episode(world, text, message):
     env, ask = world
     state, _ = ask(env.init, PROMPT, 1).value
     other, _ = ask(env.init, PROMPT, 2).value
     begin = time.monotonic()
     answer = ask(env.step, state, reply(text), seconds=0.5 if text == "hang" else 20.0)
-    assert said in answer.error
+    assert message in answer.error
     assert answer.timeout == (text == "hang")
     assert time.monotonic() - begin < 5
     ask(env.close, state)
@@ -222,7 +222,7 @@ def test_processes_at_a_time_and_who_waits_loses_no_time(tmp_path):
     limits = Limits(call_seconds=20)
     env = process_env(f"{file}:make", limits=limits, at_once=2)
     assert env.lifecycle.at_once == 2
-    seen = []
+    process_counts = []
 
     async def episode(number):
         hang = Prompt(1, "you", np.zeros(0, np.int32), None, {"hang": number == 0})
@@ -230,17 +230,17 @@ def test_processes_at_a_time_and_who_waits_loses_no_time(tmp_path):
             state, _ = await asyncio.wait_for(env.init(hang, 0), 1.5 if number == 0 else None)
         except TimeoutError:
             return "gone"
-        seen.append(len(processes()))
+        process_counts.append(len(processes()))
         await asyncio.sleep(0.05)
         await env.close(state)
         return "played"
 
     async def several():
-        found = await asyncio.gather(*(episode(number) for number in range(6)))
+        episodes = await asyncio.gather(*(episode(number) for number in range(6)))
         await env.lifecycle.shutdown()
-        return found
+        return episodes
 
     assert asyncio.run(several()) == ["gone"] + ["played"] * 5
-    assert max(seen) <= 2
+    assert max(process_counts) <= 2
     with pytest.raises(UserError, match="at_once = -1"):
         process_env(f"{file}:make", at_once=-1)

@@ -21,22 +21,22 @@ class Writer:
     def __init__(self):
         self.lines, self.number = [SERVER], 0
 
-    def drawn(self, prompt, drawn, *, session="s", seen=None, **changes):
+    def write(self, prompt, completion, *, session="s", read=None, **changes):
         line = {
             "kind": "completion",
             "session": session,
             "number": self.number,
-            "seen": self.number if seen is None else seen,
+            "seen": self.number if read is None else read,
             "prompt": prompt,
-            "drawn": drawn,
-            "logprobs": [-0.5 * i for i in range(len(drawn))],
+            "drawn": completion,
+            "logprobs": [-0.5 * i for i in range(len(completion))],
             "versions": 3,
             "stop": "stop_token",
             "sampling": SAMPLING,
         }
         self.lines.append(line | changes)
         self.number += 1
-        return [*prompt, *drawn]
+        return [*prompt, *completion]
 
     def reward(self, points, *, session="s", done=False):
         self.lines.append({"kind": "reward", "session": session, "reward": points, "done": done})
@@ -57,16 +57,16 @@ def ids(row):
 
 
 def test_points_stand_where_they_were_given(writer, tmp_path):
-    past = writer.drawn([5, 6], [7, 1])
+    past = writer.write([5, 6], [7, 1])
     writer.reward(0.25)
-    whole = writer.drawn([*past, 8, 9], [10])
+    history = writer.write([*past, 8, 9], [10])
     writer.reward(1)
     writer.reward(0.5)
     ((row,),) = writer.read(tmp_path).groups
     assert [s.reward for s in row.segments] == [(0.25,), (), (1.5,)]
     assert [s.turn for s in row.segments] == [0, 0, 1]
     assert row.segments[0].state != row.segments[2].state
-    assert ids(row) == whole
+    assert ids(row) == history
     assert row.stop is StopReason.STOP_TOKEN
     rows = to_rollout([[row]], RowShape(1, 4, 8))
     assert rows.paid[0, 0].tolist() == [0, 0.25, 0, 0, 1.5, 0, 0, 0]
@@ -75,11 +75,11 @@ def test_points_stand_where_they_were_given(writer, tmp_path):
 
 
 def test_rows_of_an_episode_have_all_of_its_points(writer, tmp_path):
-    writer.drawn([5, 6], [7, 8])
+    writer.write([5, 6], [7, 8])
     writer.reward(0.25)
-    writer.drawn([5, 6, 9, 9], [7])  # 7, 8 came back as 9
+    writer.write([5, 6, 9, 9], [7])  # 7, 8 came back as 9
     writer.reward(1)
-    writer.drawn([5, 4], [3])  # the client began a shorter history
+    writer.write([5, 4], [3])  # the client began a shorter history
     writer.reward(2, done=True)
     recorded = writer.read(tmp_path)
     assert (recorded.counts.rerendered, recorded.counts.restarted) == (1, 1)
@@ -101,32 +101,32 @@ def test_rows_of_an_episode_have_all_of_its_points(writer, tmp_path):
 
 
 def test_a_shared_past_is_trained_on_where_the_reward_came(writer, tmp_path):
-    past = writer.drawn([5, 6], [7])
-    writer.drawn([*past, 8], [9])
+    past = writer.write([5, 6], [7])
+    writer.write([*past, 8], [9])
     writer.reward(1)
-    writer.drawn([*past, 8], [10], seen=1)  # the same request again, of which nothing came
+    writer.write([*past, 8], [10], read=1)  # the same request again, of which nothing came
     (group,) = writer.read(tmp_path).groups
-    rewarded, lost = group
+    rewarded, unrewarded = group
     assert [s.drawn for s in rewarded.segments] == [True, False, True]
-    assert [s.drawn for s in lost.segments] == [False, False, True]
+    assert [s.drawn for s in unrewarded.segments] == [False, False, True]
     assert [row.metrics[REWARDED] for row in group] == [1, 0]
     assert [row.episode for row in group] == [0, 1]
 
 
 def test_a_request_continues_none_that_came_later(writer, tmp_path):
-    past = writer.drawn([5, 6], [7])
-    writer.drawn([*past, 8], [9])
-    writer.drawn([*past, 8, 9, 2], [4], seen=1)
+    past = writer.write([5, 6], [7])
+    writer.write([*past, 8], [9])
+    writer.write([*past, 8, 9, 2], [4], read=1)
     (group,) = writer.read(tmp_path).groups
     assert sorted(len(row.segments) for row in group) == [3, 3]
 
 
 def test_sessions_with_one_opening_are_a_group_over_files(writer, tmp_path):
     for name in "ab":
-        writer.drawn([5, 6], [ord(name)], session=name)
-    writer.drawn([5, 7], [8], session="c")
+        writer.write([5, 6], [ord(name)], session=name)
+    writer.write([5, 7], [8], session="c")
     other = Writer()
-    other.drawn([5, 6], [9], session="a")
+    other.write([5, 6], [9], session="a")
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(x) + "\n" for x in other.lines))
     recorded = writer.read(tmp_path)
     assert [[ids(row)[-1] for row in group] for group in recorded.groups] == [[97, 98, 9], [8]]
@@ -136,8 +136,8 @@ def test_sessions_with_one_opening_are_a_group_over_files(writer, tmp_path):
 
 
 def test_a_row_that_shares_no_first_token_is_a_group_of_its_own(writer, tmp_path):
-    writer.drawn([5, 6], [7])
-    writer.drawn([4, 6], [8])
+    writer.write([5, 6], [7])
+    writer.write([4, 6], [8])
     recorded = writer.read(tmp_path)
     assert [len(group) for group in recorded.groups] == [1, 1]
     assert recorded.counts.restarted == 1
@@ -145,7 +145,7 @@ def test_a_row_that_shares_no_first_token_is_a_group_of_its_own(writer, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"drawn": [1.5]}, "line 2: not a completion"),
         ({"drawn": [-1]}, "a number out of range"),
@@ -161,10 +161,10 @@ def test_a_row_that_shares_no_first_token_is_a_group_of_its_own(writer, tmp_path
         ({"sampling": {}}, "KeyError: 'temperature'"),
     ],
 )
-def test_a_line_that_is_no_completion_is_named(writer, tmp_path, changes, said):
-    writer.drawn([5], [6])
+def test_a_line_that_is_no_completion_is_named(writer, tmp_path, changes, message):
+    writer.write([5], [6])
     writer.lines[-1] |= changes
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         writer.read(tmp_path)
 
 

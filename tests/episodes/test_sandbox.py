@@ -57,27 +57,27 @@ def marked(monkeypatch):
 
 def processes():
     """Processes of this process's sandboxes."""
-    found = []
+    pids = []
     for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
         try:
             text = path.read_bytes()
         except OSError:
             continue
         if MARK.encode() in text:
-            found.append(path)
-    return found
+            pids.append(path)
+    return pids
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_code_ends_in_time(sandbox, name, monkeypatch):
     monkeypatch.setenv("JRL_SECRET", "1")
-    code, status, said = CASES[name]
+    code, status, message = CASES[name]
     files, handles = set(os.listdir(tempfile.gettempdir())), len(os.listdir("/proc/self/fd"))
     begin = time.monotonic()
     result = asyncio.run(sandbox.run(code))
     assert time.monotonic() - begin < LIMITS.seconds + 1
     assert result.status == status or not status
-    assert said in result.output
+    assert message in result.output
     assert len(result.output) <= LIMITS.output_bytes
     time.sleep(0.05)
     assert not processes()
@@ -177,8 +177,8 @@ def test_sockets_that_no_namespace_holds_are_refused(either):
     packets = asyncio.run(either.run(code.format("socket.AF_PACKET", "socket.SOCK_RAW")))
     assert "PermissionError" in vsock.output
     assert "PermissionError" in packets.output
-    own = asyncio.run(either.run(code.format("socket.AF_INET", "socket.SOCK_STREAM")))
-    assert own.status == ("ok" if either.isolated else "error")
+    result = asyncio.run(either.run(code.format("socket.AF_INET", "socket.SOCK_STREAM")))
+    assert result.status == ("ok" if either.isolated else "error")
 
 
 def test_temporary_directories_share_their_limit(sandbox):
@@ -230,8 +230,8 @@ def test_without_unshare_the_limits_hold(monkeypatch, caplog):
     assert weaker.offline
     assert "code has no network and writes to a directory of its own alone" in caplog.text
     for family in ("AF_INET", "AF_INET6", "AF_UNIX"):
-        found = asyncio.run(weaker.run(f"import socket\nsocket.socket(socket.{family})"))
-        assert "PermissionError" in found.output
+        result = asyncio.run(weaker.run(f"import socket\nsocket.socket(socket.{family})"))
+        assert "PermissionError" in result.output
     loop = "import asyncio\nasync def f(): return 6\nasyncio.run(f())"  # which has a socketpair
     assert asyncio.run(weaker.run(loop)).output == "6\n"
     for code, status in (("6 * 7", "ok"), ("while True: pass", "timeout"), (BOMB, "timeout")):
@@ -263,5 +263,5 @@ def test_the_tool_says_how_it_ended(sandbox):
     tool = python_tool(sandbox)
     assert asyncio.run(tool.call(code="print(3)")) == "3"
     assert asyncio.run(tool.call(code="x = 1")) == "[no output]"
-    ended = asyncio.run(tool.call(code="print(5)\nwhile True: pass"))
-    assert ended == "5\n[ended after 1.5 seconds]"
+    output = asyncio.run(tool.call(code="print(5)\nwhile True: pass"))
+    assert output == "5\n[ended after 1.5 seconds]"

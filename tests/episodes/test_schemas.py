@@ -50,7 +50,7 @@ def test_checks_end_in_time(schema, arguments):
 
 
 @pytest.mark.parametrize(
-    ("schema", "said"),
+    ("schema", "message"),
     [
         (of(a={"$ref": "#/$defs/none"}), r"\$ref = '#/\$defs/none', which it does not define"),
         (of(a={"$ref": "https://example.com/a.json"}), "does not define"),
@@ -65,8 +65,8 @@ def test_checks_end_in_time(schema, arguments):
         ),
     ],
 )
-def test_schemas_that_cannot_check_are_named(schema, said):
-    with pytest.raises(UserError, match=f"the tool: .*{said}"):
+def test_schemas_that_cannot_check_are_named(schema, message):
+    with pytest.raises(UserError, match=f"the tool: .*{message}"):
         check_schema(schema, "the tool")
 
 

@@ -64,12 +64,12 @@ class Game:
     """Counts what was said in a list of its own, and says the sum; well ended if that is even."""
 
     def __init__(self, log):
-        self.said, self.log = [], log
+        self.sums, self.log = [], log
         log.append("open")
 
     def copy(self):
         other = Game(self.log)
-        other.said = [*self.said]
+        other.sums = [*self.sums]
         return other
 
 
@@ -80,9 +80,9 @@ def game(log, fails=lambda state, reply: False, **more):
     def step(state, reply):  # sync, in a thread
         if fails(state, reply):
             raise RuntimeError("the board is gone")
-        state.said.append(int(reply.tokens.sum()))
-        done = len(state.said) == TURNS
-        total = sum(state.said)
+        state.sums.append(int(reply.tokens.sum()))
+        done = len(state.sums) == TURNS
+        total = sum(state.sums)
         answer = [{"role": "user", "content": f"{total}>"}]
         return state, Feedback(answer, 0.0, done, done and total % 2 == 0)
 
@@ -105,14 +105,14 @@ def many_sixes(paths):
 
 
 class SearchResult(NamedTuple):
-    """What a search found for a problem."""
+    """Result of a search for a problem."""
 
     opening: np.ndarray
     success: bool
     tree: Tree
     expansions: int
     turns: int
-    drawn_tokens: int
+    sampled_tokens: int
     env_errors: int
 
 
@@ -121,20 +121,25 @@ def play(env, plan, slots=4, count=3, score=None, chat=CHAT, **device):
     table.set_weights(params(), 7)
     with Calls() as calls:
         world = host_world(calls, env, chat, Stops())
-        asked, seeds = PROMPTS[:count], [11, 12, 13][:count]
+        played_prompts, seeds = PROMPTS[:count], [11, 12, 13][:count]
         return play_search(
-            Device(table, **device), world, asked, seeds, plan, score or by_path(many_sixes)
+            Device(table, **device),
+            world,
+            played_prompts,
+            seeds,
+            plan,
+            score or by_path(many_sixes),
         )
 
 
 def searched(env, name="beam", width=3, slots=4, count=3):
-    played = play(env, search_plan(name, width, rounds=8), slots, count)
-    found = []
-    for i, (root, tree) in enumerate(zip(played.roots, played.trees, strict=True)):
+    search = play(env, search_plan(name, width, rounds=8), slots, count)
+    results = []
+    for i, (root, tree) in enumerate(zip(search.roots, search.trees, strict=True)):
         failed = [e for n in range(1, len(tree.nodes)) if reason_of(e := episode_at(tree, n))]
-        success = played.successes()[i]
-        found.append(SearchResult(root.opening, success, tree, *played.costs[i], len(failed)))
-    return found
+        success = search.successes()[i]
+        results.append(SearchResult(root.opening, success, tree, *search.costs[i], len(failed)))
+    return results
 
 
 def reason_of(episode):
@@ -146,53 +151,53 @@ def turns_of(tree, node):
 
 
 @pytest.fixture(scope="module")
-def found():
+def search_results():
     log = []
-    made = searched(game(log))
+    results = searched(game(log))
     assert log.count("open") == log.count("close") > 30  # every copy is closed, once
-    return made
+    return results
 
 
 def replayed(turns):
-    """What a fresh environment says to the turns of a path."""
+    """Feedback of a fresh environment to the turns of a path."""
     env = game([])
 
     async def play():
         state, _ = await env.init(PROMPTS[0], 0)
-        said = []
+        feedbacks = []
         for number, turn in enumerate(turns):
             reply = Reply("", "", turn.content, number, False)
             state, feedback = env.step(state, reply)
-            said.append(feedback)
-        return said
+            feedbacks.append(feedback)
+        return feedbacks
 
     return asyncio.run(play())
 
 
-def test_every_path_is_an_episode_of_its_own(found):
+def test_every_path_is_an_episode_of_its_own(search_results):
     leaves = 0
-    for each in found:
+    for each in search_results:
         for i, node in enumerate(each.tree.nodes[1:], 1):
             turns = turns_of(each.tree, i)
-            said = replayed(turns)
+            feedbacks = replayed(turns)
             answered = CHAT.following(
-                said[-1].messages, closed=turns[-1].content[-1] in STOPS, first=len(turns) == 1
+                feedbacks[-1].messages, closed=turns[-1].content[-1] in STOPS, first=len(turns) == 1
             )
             assert node.done == (len(turns) == TURNS)
             assert turns[-1].answer.tolist() == ([] if node.done else answered)
-            assert turns[-1].episode.success == said[-1].success
+            assert turns[-1].episode.success == feedbacks[-1].success
             assert 1 <= len(turns[-1].content) <= 6
             leaves += node.done
         assert (each.turns, each.env_errors) == (len(each.tree.nodes) - 1, 0)
-        assert each.drawn_tokens == sum(len(n.step.content) for n in each.tree.nodes[1:])
+        assert each.sampled_tokens == sum(len(n.step.content) for n in each.tree.nodes[1:])
         best = max(each.tree.leaves(), key=lambda i, t=each.tree: t.nodes[i].step.points)
         assert each.success == episode_at(each.tree, best).success
     assert leaves > 8
 
 
-def test_log_probabilities_are_those_of_the_whole_path(found):
+def test_log_probabilities_are_those_of_the_whole_path(search_results):
     score = jit(NETWORK.hidden)
-    for each in found:
+    for each in search_results:
         for leaf in each.tree.leaves():
             turns = turns_of(each.tree, leaf)
             parts = [np.asarray(each.opening)]
@@ -205,36 +210,36 @@ def test_log_probabilities_are_those_of_the_whole_path(found):
             chances = jax.nn.log_softmax(NETWORK.logits(params(), hidden)[0])
             at = len(each.opening)
             for turn in turns:
-                own = np.arange(at, at + len(turn.content))
-                total = float(chances[own - 1, turn.content].sum())
+                positions = np.arange(at, at + len(turn.content))
+                total = float(chances[positions - 1, turn.content].sum())
                 assert turn.logprob == pytest.approx(total, abs=1e-3)
                 at += len(turn.content) + len(turn.answer)
 
 
-def drawn(found):
-    return [[n.step.content.tolist() for n in each.tree.nodes[1:]] for each in found]
+def tokens_of(results):
+    return [[n.step.content.tolist() for n in each.tree.nodes[1:]] for each in results]
 
 
-def test_draws_do_not_depend_on_slots(found):
-    assert drawn(searched(game([]), slots=3)) == drawn(found)
+def test_draws_do_not_depend_on_slots(search_results):
+    assert tokens_of(searched(game([]), slots=3)) == tokens_of(search_results)
 
 
 def test_puct_leaves_preferences_between_turns_of_one_state():
-    told = 0
+    later_rows = 0
     for each in searched(game([]), "puct", width=3):
         points = {i: float(episode_at(each.tree, i).success) for i in each.tree.leaves()}
-        made = rows_of_tree(each.tree, each.opening.tolist(), points)
-        assert made.paths == []
-        known = {}
+        rows = rows_of_tree(each.tree, each.opening.tolist(), points)
+        assert rows.paths == []
+        siblings = {}
         for i in range(1, len(each.tree.nodes)):
             *before, last = turns_of(each.tree, i)
             past = [x for turn in before for x in (*turn.content.tolist(), *turn.answer.tolist())]
-            known.setdefault((*each.opening.tolist(), *past), set()).add(tuple(last.content))
-        for row in made.siblings:
-            assert {tuple(r) for r in row["responses"]} <= known[tuple(row["prompt"])]
+            siblings.setdefault((*each.opening.tolist(), *past), set()).add(tuple(last.content))
+        for row in rows.siblings:
+            assert {tuple(r) for r in row["responses"]} <= siblings[tuple(row["prompt"])]
             assert len(set(row["scores"])) > 1
-            told += len(row["prompt"]) > len(each.opening)
-    assert told  # behind an answer, too
+            later_rows += len(row["prompt"]) > len(each.opening)
+    assert later_rows  # behind an answer, too
 
 
 def test_best_first_expands_the_likeliest_node_of_any_depth():
@@ -253,18 +258,18 @@ def test_a_search_stops_where_an_environment_has_verified_an_end():
     env = game([])._replace(
         extras=EnvExtras(verified=True), step=lambda state, reply: (state, wins(state, reply))
     )
-    found = searched(env, "best_first", width=3)
-    for each in found:
+    results = searched(env, "best_first", width=3)
+    for each in results:
         won = [turns_of(each.tree, i)[-1].episode.success for i in each.tree.leaves()]
         assert each.success == any(won)
         assert each.expansions == 1
-    assert any(each.success for each in found)
+    assert any(each.success for each in results)
     long = game([])._replace(extras=EnvExtras(verified=True))
-    for each, calm in zip(searched(long, "puct"), searched(game([]), "puct"), strict=True):
+    for each, full in zip(searched(long, "puct"), searched(game([]), "puct"), strict=True):
         won = [i for i in each.tree.leaves() if turns_of(each.tree, i)[-1].episode.success]
         assert each.success == bool(won)
         assert not won or len(each.tree.nodes) <= max(won) + 3  # the round that won is the last
-        assert len(each.tree.nodes) <= len(calm.tree.nodes)
+        assert len(each.tree.nodes) <= len(full.tree.nodes)
 
 
 def test_a_fault_ends_its_path_alone():
@@ -290,11 +295,11 @@ def test_a_fault_ends_its_path_alone():
 
 
 def test_what_cannot_be_searched_is_named():
-    async def broken(prompt, seed):
+    async def failing_init(prompt, seed):
         raise OSError("no server")
 
     with pytest.raises(UserError, match=r"no environment opened: .*no server"):
-        opened(play(game([], init=broken), search_plan("beam", 3)))
+        opened(play(game([], init=failing_init), search_plan("beam", 3)))
 
 
 # ---------------------------------------------------------------- contexts and players
@@ -305,9 +310,9 @@ def folding_game(log, **more):
     limits = Limits(turns=10, turn_tokens=6, call_seconds=5, contexts=3, summary_tokens=5)
 
     def step(state, reply):
-        state.said.append(int(reply.tokens.sum()))
-        answer = [{"role": "user", "content": f"{sum(state.said)}>"}]
-        return state, Feedback(answer, 1.0, len(state.said) == 10, True)
+        state.sums.append(int(reply.tokens.sum()))
+        answer = [{"role": "user", "content": f"{sum(state.sums)}>"}]
+        return state, Feedback(answer, 1.0, len(state.sums) == 10, True)
 
     return game(log, limits=limits, chat=ChatOptions(summary="sum"), step=step)._replace(**more)
 
@@ -321,21 +326,21 @@ def contexts_of(episode):
 @pytest.mark.parametrize("name", ["beam", "puct"])
 def test_a_search_continues_behind_summaries(name):
     log, plan = [], search_plan(name, 2, rounds=24)
-    played = play(folding_game(log), plan, count=2)
+    search = play(folding_game(log), plan, count=2)
     assert log.count("open") == log.count("close")
-    episodes = [episode_at(tree, i) for tree in played.trees for i in range(1, len(tree.nodes))]
+    episodes = [episode_at(tree, i) for tree in search.trees for i in range(1, len(tree.nodes))]
     folded, score = 0, jit(NETWORK.hidden)
     for episode in episodes:
         *full, _ = contexts = contexts_of(episode)
         for segments, after in zip(full, contexts[1:], strict=True):
-            request, summary, kept = segments[-2], segments[-1], after[0]
+            request, summary, repeated = segments[-2], segments[-1], after[0]
             assert TOKENIZER.decode(request.tokens.tolist()).endswith("sum")
-            assert (request.drawn, summary.drawn, kept.drawn) == (False, True, False)
-            np.testing.assert_array_equal(kept.tokens, summary.tokens)
+            assert (request.drawn, summary.drawn, repeated.drawn) == (False, True, False)
+            np.testing.assert_array_equal(repeated.tokens, summary.tokens)
             assert 1 <= len(summary.tokens) <= 5
             assert sum(len(s.tokens) for s in segments) <= T
             folded += 1
-    leaves = [episode_at(tree, leaf) for tree in played.trees for leaf in tree.leaves()]
+    leaves = [episode_at(tree, leaf) for tree in search.trees for leaf in tree.leaves()]
     deep = max(leaves or episodes, key=lambda e: len(e.segments))
     assert deep.at.context > 0
     for segments in contexts_of(deep):  # each was sampled behind the opening and itself alone
@@ -348,21 +353,21 @@ def test_a_search_continues_behind_summaries(name):
         at = len(deep.opening)
         for segment in segments:
             if segment.drawn:
-                own = np.arange(at, at + len(segment.tokens))
+                positions = np.arange(at, at + len(segment.tokens))
                 np.testing.assert_allclose(
-                    segment.logprobs, chances[own - 1, segment.tokens], atol=3e-5
+                    segment.logprobs, chances[positions - 1, segment.tokens], atol=3e-5
                 )
             at += len(segment.tokens)
     again = play(folding_game([]), plan, slots=7, count=2)
     other = [episode_at(tree, i) for tree in again.trees for i in range(1, len(tree.nodes))]
-    assert [said_in(e) for e in other] == [said_in(e) for e in episodes]
+    assert [replies_in(e) for e in other] == [replies_in(e) for e in episodes]
     # Every summary was sampled once, in the node behind whose turn the context was full.
-    own = [e for e in episodes if e.at.context and summarised(e)]
-    assert played.counts["summaries"] == len(own) > 0
-    assert folded >= len(own)
+    positions = [e for e in episodes if e.at.context and summarised(e)]
+    assert search.counts["summaries"] == len(positions) > 0
+    assert folded >= len(positions)
 
 
-def said_in(episode):
+def replies_in(episode):
     return [(s.tokens.tolist(), s.drawn, s.context, s.player) for s in episode.segments]
 
 
@@ -375,9 +380,9 @@ def summarised(episode):
 
 def test_siblings_of_a_new_context_share_what_it_begins_with():
     """Their prompt is the opening, the summary and the answer, and no longer the whole path."""
-    played = play(folding_game([]), search_plan("puct", 2, rounds=40), count=2)
-    restarts, seen = {}, 0
-    for tree, root in zip(played.trees, played.roots, strict=True):
+    search = play(folding_game([]), search_plan("puct", 2, rounds=40), count=2)
+    restarts, count = {}, 0
+    for tree, root in zip(search.trees, search.roots, strict=True):
         for i in range(1, len(tree.nodes)):
             if tree.step(i).restart is not None:
                 begin = [*root.opening.tolist(), *tree.step(i).restart.tolist()]
@@ -389,21 +394,21 @@ def test_siblings_of_a_new_context_share_what_it_begins_with():
         for row in rows_of_tree(tree, root.opening.tolist(), points).siblings:
             if (children := restarts.get(tuple(row["prompt"]))) is not None:
                 assert {tuple(r) for r in row["responses"]} <= children
-                seen += 1
+                count += 1
             assert len(row["prompt"]) <= P + T
     assert restarts
-    assert seen
+    assert count
 
 
 def test_players_take_turns_in_a_search_as_the_environment_says():
     def step(state, reply):
-        state.said.append(int(reply.tokens[0]))
-        answer = [{"role": "user", "content": f"{len(state.said)}>"}]
+        state.sums.append(int(reply.tokens[0]))
+        answer = [{"role": "user", "content": f"{len(state.sums)}>"}]
         # Player 1 keeps the word; after player 0 it is the next one's turn.
-        named = 1 if reply.tokens[0] % 2 else None
-        return state, Feedback(answer, 1.0, len(state.said) == TURNS, True, next=named)
+        next_player = 1 if reply.tokens[0] % 2 else None
+        return state, Feedback(answer, 1.0, len(state.sums) == TURNS, True, next=next_player)
 
-    asked = []
+    players_asked = []
     env = game([], step=step)._replace(players=3)
     for slots in (3, 6):
         for tree in play(env, search_plan("beam", 3, rounds=8), slots).trees:
@@ -415,8 +420,8 @@ def test_players_take_turns_in_a_search_as_the_environment_says():
                     players.append(1 if odd else (players[-1] + 1) % 3)
                 segments = episode_at(tree, leaf).segments
                 assert [s.player for s in segments if s.drawn] == players
-                asked += players
-    assert set(asked) == {0, 1, 2}
+                players_asked += players
+    assert set(players_asked) == {0, 1, 2}
 
 
 # ---------------------------------------------------------------- groups to train on
@@ -430,8 +435,8 @@ def grown(env, by="uct", estimate=None, slots=4):
     """The groups of a search for training, and the trees that they are of."""
     plan = plan_of(Search(by, 3, 4), G)
     score = episode_scorer(env.parts, WORTH, estimate)
-    played = play(env, plan, slots, score=score)
-    return leaves_played(played, plan), played.trees
+    search = play(env, plan, slots, score=score)
+    return leaves_played(search, plan), search.trees
 
 
 def paid_game(log, **more):
@@ -448,13 +453,13 @@ def paid_game(log, **more):
 @pytest.mark.parametrize("by", ["uct", "best_first"])
 def test_a_group_is_the_leaves_of_a_search_and_each_turn_is_trained_once(by):
     log = []
-    played, trees = grown(paid_game(log), by)
+    search, trees = grown(paid_game(log), by)
     assert log.count("open") == log.count("close")
     again = grown(paid_game([]), by, slots=3)[0]
     shared = 0
-    for n, (group, tree) in enumerate(zip(played.groups, trees, strict=True)):
+    for n, (group, tree) in enumerate(zip(search.groups, trees, strict=True)):
         assert [row.member for row in group] == list(range(G))
-        seen = set()
+        nodes_seen = set()
         for row, leaf, other in zip(group, tree.leaves(), again.groups[n], strict=False):
             path = turns_of(tree, leaf)
             parts = [x for turn in path for x in (turn.content, turn.answer) if len(x)]
@@ -464,13 +469,13 @@ def test_a_group_is_the_leaves_of_a_search_and_each_turn_is_trained_once(by):
                 node = tree.path(leaf)[segment.turn]
                 assert segment.node == node
                 assert segment.value == SEARCHES[by].value(tree.nodes[node])
-                own = any(ids is turn.content for turn in path)
-                assert segment.drawn == (own and node not in seen)
-                shared += len(ids) * (node in seen)
-                if own:
+                sampled = any(ids is turn.content for turn in path)
+                assert segment.drawn == (sampled and node not in nodes_seen)
+                shared += len(ids) * (node in nodes_seen)
+                if sampled:
                     assert segment.reward == (float(int(ids[0]) % 3),)
                     assert not segment.drawn or (segment.versions == 7).all()
-            seen |= set(tree.path(leaf))
+            nodes_seen |= set(tree.path(leaf))
             assert row.stop == StopReason.DONE
             assert row.metrics["success"] == path[-1].episode.success
         points = {
@@ -482,9 +487,9 @@ def test_a_group_is_the_leaves_of_a_search_and_each_turn_is_trained_once(by):
             below = [points[leaf] for leaf in points if i in (0, *tree.path(leaf))]
             assert node.visits == len(below)
             assert not below or node.value == pytest.approx(np.mean(below))
-    assert played.counts["tree_shared_tokens"] == shared > 0
-    assert played.counts["search_leaves"] == sum(len(tree.leaves()) for tree in trees)
-    assert played.counts["env_errors"] == 0
+    assert search.counts["tree_shared_tokens"] == shared > 0
+    assert search.counts["search_leaves"] == sum(len(tree.leaves()) for tree in trees)
+    assert search.counts["env_errors"] == 0
 
 
 def test_an_answer_is_read_once_however_many_turns_follow_it(monkeypatch):
@@ -504,48 +509,48 @@ def test_an_answer_is_read_once_however_many_turns_follow_it(monkeypatch):
 
 
 def test_what_a_value_network_says_of_open_paths_is_backed_up():
-    asked = []
+    lengths_asked = []
 
-    def estimate(whole):
-        asked.extend(map(len, whole))
-        return [float(len(ids)) for ids in whole]
+    def estimate(paths):
+        lengths_asked.extend(map(len, paths))
+        return [float(len(ids)) for ids in paths]
 
     _, trees = grown(paid_game([]), "puct", estimate)
-    going = [n for tree in trees for n in tree.nodes[1:] if not n.done]
+    unfinished = [n for tree in trees for n in tree.nodes[1:] if not n.done]
     lengths = []
-    for node in going:
+    for node in unfinished:
         turn = node.step
         past = turn.episode.opening.size + turn.episode.past().size - turn.answer.size
         assert node.step.points == past
         lengths.append(past)
-    assert sorted(asked) == sorted(lengths)
+    assert sorted(lengths_asked) == sorted(lengths)
 
 
 def test_failed_members_of_a_search_leave_their_group():
     odd = lambda state, reply: int(reply.tokens[0]) % 2 == 1  # noqa: E731
-    played, trees = grown(paid_game([], fails=odd))
-    failed = [row for group in played.groups for row in group if not row.alive]
+    search, trees = grown(paid_game([], fails=odd))
+    failed = [row for group in search.groups for row in group if not row.alive]
     assert failed
     assert all("the board is gone" in row.reason for row in failed)
     turns = [n.step.episode for tree in trees for n in tree.nodes[1:]]
-    assert played.counts["env_errors"] == sum(bool(reason_of(turn)) for turn in turns)
-    for group in played.groups:  # what the others went through is trained in one of them
+    assert search.counts["env_errors"] == sum(bool(reason_of(turn)) for turn in turns)
+    for group in search.groups:  # what the others went through is trained in one of them
         owners = [s.node for row in group if row.alive for s in row.segments if s.drawn]
         through = {s.node for row in group if row.alive for s in row.segments}
         assert sorted(owners) == sorted(through)
 
-    async def broken(prompt, seed):
+    async def failing_init(prompt, seed):
         if prompt.id == 1:
             raise OSError("no server")
         return Game([]), [{"role": "user", "content": prompt.text}]
 
-    played, trees = grown(paid_game([], init=broken))
-    assert [sum(row.alive for row in group) for group in played.groups] == [G, 0, G]
-    assert [len(group) for group in played.groups] == [G] * 3
-    assert "no server" in played.groups[1][0].reason
+    search, trees = grown(paid_game([], init=failing_init))
+    assert [sum(row.alive for row in group) for group in search.groups] == [G, 0, G]
+    assert [len(group) for group in search.groups] == [G] * 3
+    assert "no server" in search.groups[1][0].reason
     assert [len(tree.nodes) > 1 for tree in trees] == [True, False, True]
-    assert played.counts["env_errors"] == 1
-    played, trees = grown(paid_game([], init=lambda prompt, seed: 1 / 0))
-    assert not any(row.alive for group in played.groups for row in group)
+    assert search.counts["env_errors"] == 1
+    search, trees = grown(paid_game([], init=lambda prompt, seed: 1 / 0))
+    assert not any(row.alive for group in search.groups for row in group)
     assert {len(tree.nodes) for tree in trees} == {1}
-    assert played.counts["env_errors"] == 3
+    assert search.counts["env_errors"] == 3

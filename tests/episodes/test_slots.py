@@ -1,4 +1,4 @@
-"""Who gets a slot, and what becomes of a row that waits, with rows that only note what is done."""
+"""Assignment of slots, and treatment of waiting rows, with rows that only record calls."""
 
 import collections
 import time
@@ -48,9 +48,9 @@ def table_of(slots=1, parked=1, choose=cheapest):
 
 
 def episode(member, opening=(1, 2)):
-    made = Episode(0, member, Prompt(0, "", np.zeros(0, np.int32), None), 5)
-    made.open(None, np.array(opening, np.int32), 0)
-    return made
+    opened_episode = Episode(0, member, Prompt(0, "", np.zeros(0, np.int32), None), 5)
+    opened_episode.open(None, np.array(opening, np.int32), 0)
+    return opened_episode
 
 
 def say(table, one, *tokens):
@@ -185,14 +185,14 @@ def test_the_row_with_the_longest_wait_makes_room(monkeypatch):
     table.fill()
     assert first.row_state.row is None
     assert second.row_state.row is not None
-    began = first.clock.began
+    start = first.clock.began
     clock[0] += 1.0
     hear(table, first, [7])
     clock[0] += 5.0  # without a slot
     table.fill()
     assert second.row_state.row is None  # parked in turn
     assert first.row_state.row is not None
-    assert (first.clock.began, first.clock.turn_began) == (began + 5.0, clock[0])
+    assert (first.clock.began, first.clock.turn_began) == (start + 5.0, clock[0])
 
 
 @pytest.mark.parametrize("room", [1, 0])
@@ -213,8 +213,8 @@ def test_a_branch_begins_with_a_copy_where_there_is_room(room):
     assert table.slots[branch.row_state.row] is branch
     row = branch.row_state.row
     if room:  # rewound to the turn's first token, and nothing is read
-        copied = ("fork", source.row_state.row, 3, 4, 12)
-        assert rows.done == [copied, ("resume", row, f"fork of row {source.row_state.row}")]
+        fork = ("fork", source.row_state.row, 3, 4, 12)
+        assert rows.done == [fork, ("resume", row, f"fork of row {source.row_state.row}")]
         assert counts["reread_tokens"] == 0
     else:  # prompt, turn and answer, all of which the source has read
         past = [3, 4, 7, 8]

@@ -32,20 +32,20 @@ def params():
 
 
 @cache
-def rows(slots, whole):
+def rows(slots, complete):
     return Rows(
         NETWORK,
         slots=slots,
         prompt_tokens=16,
         max_new_tokens=9,
-        stop_tokens=(END,) if whole else (END, STEP),
+        stop_tokens=(END,) if complete else (END, STEP),
         chunk=3,
         sampling={"temperature": 1.0},
     )
 
 
 def sixes_in(tokens):
-    """How many of nine places hold a six."""
+    """Share of nine places that hold a six."""
     return float((tokens == 6).sum()) / 9
 
 
@@ -61,8 +61,8 @@ def search(name, width=3, score=sixes, slots=4, **more):
     table = rows(slots, plan.whole)
     table.set_weights(params(), 0)
     world = TextWorld((END,), 0 if plan.whole else 3)
-    asked = [Prompt(i, "", np.array(ids, np.int32), "") for i, ids in enumerate(PROMPTS)]
-    searched = play_search(Device(table), world, asked, [11, 12], plan, by_path(score))
+    searched_prompts = [Prompt(i, "", np.array(ids, np.int32), "") for i, ids in enumerate(PROMPTS)]
+    searched = play_search(Device(table), world, searched_prompts, [11, 12], plan, by_path(score))
     assert searched.counts["slot_tokens"] == sum(cost.tokens for cost in searched.costs)
     assert searched.counts["read_tokens"] >= sum(map(len, PROMPTS))
     if slots == ROOMY:  # a path is computed once where copies of all nodes have room
@@ -116,15 +116,15 @@ def test_what_a_search_drew_is_what_its_rows_hold_id_for_id():
     for each, prompt in zip(search("puct", rounds=6), PROMPTS, strict=True):
         points = {leaf: float(i % 2) for i, leaf in enumerate(each.tree.leaves())}
         rows = rows_of_tree(each.tree, prompt, points)
-        drawn = {
+        paths = {
             tuple(np.concatenate([each.tree.nodes[i].step.content for i in each.tree.path(leaf)]))
             for leaf in range(1, len(each.tree.nodes))
         }
-        assert {tuple(ids) for row in rows.paths for ids in row["responses"]} <= drawn
+        assert {tuple(ids) for row in rows.paths for ids in row["responses"]} <= paths
         for row in rows.siblings:
             assert row["prompt"][: len(prompt)] == list(prompt)
             past = row["prompt"][len(prompt) :]
-            assert {(*past, *ids) for ids in row["responses"]} <= drawn
+            assert {(*past, *ids) for ids in row["responses"]} <= paths
             assert len(set(row["scores"])) > 1
             assert sum(row["visits"]) <= len(points)
         assert rows.paths or not points
@@ -142,13 +142,13 @@ def test_steps_log_probabilities_are_the_networks():
     ids = [*PROMPTS[0], *each.tokens.tolist()]
     nodes = each.tree.nodes
     leaf = max(each.tree.leaves(), key=lambda i: nodes[i].step.points)
-    told = sum(nodes[i].step.logprob for i in each.tree.path(leaf))
+    logprob = sum(nodes[i].step.logprob for i in each.tree.path(leaf))
     row = jnp.array([ids])
     hidden, _ = NETWORK.hidden(params(), row, jnp.arange(len(ids))[None], jnp.ones_like(row))
     scores = jax.nn.log_softmax(NETWORK.logits(params(), hidden)[0])
     start = len(PROMPTS[0])
     expected = sum(float(scores[t - 1, ids[t]]) for t in range(start, len(ids)))
-    assert told == pytest.approx(expected, abs=1e-4)
+    assert logprob == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_beam_finds_more_than_one_draw():

@@ -80,7 +80,7 @@ def test_calls_are_answered_in_order_until_there_is_none(env):
 
 
 @pytest.mark.parametrize(
-    ("text", "said", "count"),
+    ("text", "message", "count"),
     [
         (
             call("ad", x=1),
@@ -93,9 +93,9 @@ def test_calls_are_answered_in_order_until_there_is_none(env):
         (call("echo", text="hang"), "Error: echo took more than 0.2 seconds", "tool_timeouts"),
     ],
 )
-def test_the_policys_mistakes_are_told(env, text, said, count):
+def test_the_policys_mistakes_are_told(env, text, message, count):
     _, feedback = turn(env, opened(env)[0], text)
-    assert feedback.messages[0]["content"].startswith(said)
+    assert feedback.messages[0]["content"].startswith(message)
     assert (feedback.done, feedback.metrics[count]) == (False, 1)
 
 
@@ -120,12 +120,12 @@ def test_tools_of_one_turn_run_side_by_side(env):
 
 
 def test_a_structure_that_cannot_be_read_ends_or_is_told(env):
-    broken = "It is 42. <tool_call>{"
-    _, feedback = turn(env, opened(env)[0], broken)
+    malformed = "It is 42. <tool_call>{"
+    _, feedback = turn(env, opened(env)[0], malformed)
     assert (feedback.done, feedback.reward) == (True, 1.0)  # judged as any last turn
     assert feedback.metrics["tool_structure_errors"] == 1
     telling = tool_env(TOOLS, HERMES, reward, Limits(), malformed="tell")
-    _, feedback = turn(telling, opened(telling)[0], broken)
+    _, feedback = turn(telling, opened(telling)[0], malformed)
     assert not feedback.done
     assert feedback.messages[0]["content"] == "Error: </tool_call> is missing"
 
@@ -154,7 +154,7 @@ def test_families_whose_results_are_users_words():
 
 
 @pytest.mark.parametrize(
-    ("tools", "said"),
+    ("tools", "message"),
     [
         ([], "at least one"),
         ([TOOLS[0]] * 2, "another tool has this name"),
@@ -164,8 +164,8 @@ def test_families_whose_results_are_users_words():
         ([TOOLS[1]._replace(seconds=0)], "seconds = 0; must be above 0"),
     ],
 )
-def test_tools_that_cannot_be_used_are_named(tools, said):
-    with pytest.raises(UserError, match=said):
+def test_tools_that_cannot_be_used_are_named(tools, message):
+    with pytest.raises(UserError, match=message):
         tool_env(tools, HERMES, reward, Limits())
 
 
@@ -181,21 +181,23 @@ def test_limits_that_nothing_can_keep_are_named():
 def test_an_answer_that_was_cut_is_truncated_unless_it_is_right(env):
     state, _ = opened(env)
 
-    def ended(text, cut):
+    def end_of(text, cut):
         reply = Reply(text, text, np.zeros(1, np.int32), 0, cut)
         feedback = asyncio.run(env.step(state, reply))[1]
         return feedback.done, feedback.cut
 
-    assert ended("It is 4", True) == (True, True)
-    assert ended("It is 42", True) == (True, False)
-    assert ended("It is 4", False) == (True, False)
+    assert end_of("It is 4", True) == (True, True)
+    assert end_of("It is 42", True) == (True, False)
+    assert end_of("It is 4", False) == (True, False)
 
 
 def test_ids_that_the_policy_gave_come_back():
     mistral = get_parser("mistral")
     env = tool_env(TOOLS, mistral, reward, Limits())
-    told = [Call("calculator", {"expression": "1"}, given) for given in ("abc123456", "a b", "")]
-    _, feedback = turn(env, opened(env)[0], "\n".join(map(mistral.render, told)))
+    calls = [
+        Call("calculator", {"expression": "1"}, call_id) for call_id in ("abc123456", "a b", "")
+    ]
+    _, feedback = turn(env, opened(env)[0], "\n".join(map(mistral.render, calls)))
     ids = [m["tool_call_id"] for m in feedback.messages]
     assert ids == ["abc123456", "call00001", "call00002"]
 

@@ -27,7 +27,7 @@ def prompt(number=0):
     return Prompt(number, "", np.zeros(0, np.int32), None)
 
 
-def drawn(ids, reward=(), version=3, **labels):
+def sampled(ids, reward=(), version=3, **labels):
     ids = np.array(ids, np.int32)
     logprobs = -0.25 * (1 + np.arange(len(ids), dtype=np.float32))
     versions = np.full(len(ids), version, np.int32)
@@ -44,9 +44,9 @@ def row(*segments, opening=(7, 8), stop=StopReason.DONE, member=0, **more):
 
 def test_a_row_holds_every_segment_in_its_place():
     transcript = row(
-        drawn([11, 12], reward=(0.5,), turn=0, state=4),
+        sampled([11, 12], reward=(0.5,), turn=0, state=4),
         outside([21, 22, 23]),
-        drawn([13], reward=(2.0,), turn=1, step=1, state=9, version=5),
+        sampled([13], reward=(2.0,), turn=1, step=1, state=9, version=5),
         episode=6,
         role=1,
     )
@@ -67,7 +67,7 @@ def test_a_row_holds_every_segment_in_its_place():
 
 
 segments = st.builds(
-    lambda ids, mine, pay: drawn(ids, (pay,)) if mine else outside(ids),
+    lambda ids, mine, pay: sampled(ids, (pay,)) if mine else outside(ids),
     st.lists(st.integers(0, V - 1), min_size=1, max_size=4),
     st.booleans(),
     st.sampled_from([0.0, 1.0, -0.5]),
@@ -90,8 +90,8 @@ def test_rows_are_openings_and_segments_end_to_end(members, tail):
     start = rollout.prompt_tokens[0, : rollout.prompt_lengths[0]].tolist()
     for j, parts in enumerate(members):
         expected = [*openings[j], *(int(x) for part in parts for x in part.tokens)]
-        own = rollout.tokens[0, j, : rollout.lengths[0, j]].tolist()
-        assert start + own == expected
+        ids = rollout.tokens[0, j, : rollout.lengths[0, j]].tolist()
+        assert start + ids == expected
         mine = [int(x) for part in parts if part.drawn for x in part.tokens]
         assert rollout.tokens[0, j][rollout.mask[0, j]].tolist() == mine
         assert ((rollout.versions >= 0) == rollout.mask).all()
@@ -102,7 +102,7 @@ def test_rows_are_openings_and_segments_end_to_end(members, tail):
 def test_reasons_become_truncation_and_membership():
     reasons = [StopReason.DONE, StopReason.LENGTH, StopReason.TURNS, StopReason.FAILED]
     reasons += [StopReason.TIMEOUT]
-    group = [row(drawn([1], (1.0,)), stop=r, member=i) for i, r in enumerate(reasons)]
+    group = [row(sampled([1], (1.0,)), stop=r, member=i) for i, r in enumerate(reasons)]
     rows = to_rollout([group], RowShape(6, P, T))  # and one row that is not there
     batch = to_batch(rows.rollout, rows.rewards, np.ones(1, np.float32), rows.ids)
     assert batch.members.tolist() == [[True, True, True, False, False, False]]
@@ -137,9 +137,9 @@ def test_a_failed_member_changes_no_gradient():
         rows = to_rollout([group], RowShape(g, P, T))
         return updates()(to_batch(rows.rollout, rows.rewards, np.ones(1, np.float32), rows.ids))
 
-    good = row(drawn([1, 2, 3], (1.0,)), outside([4]), drawn([5]))
-    poor = row(drawn([9, 8], (0.25,)), member=1)
-    fault = row(drawn([30, 31, 32]), opening=(7, 9), stop=StopReason.FAILED, member=2)
+    good = row(sampled([1, 2, 3], (1.0,)), outside([4]), sampled([5]))
+    poor = row(sampled([9, 8], (0.25,)), member=1)
+    fault = row(sampled([30, 31, 32]), opening=(7, 9), stop=StopReason.FAILED, member=2)
     expected = updated([good, poor], 2)
     jax.tree.map(
         partial(np.testing.assert_allclose, atol=1e-6), updated([good, poor, fault], 3), expected
@@ -151,17 +151,17 @@ def test_a_failed_member_changes_no_gradient():
 
 
 @pytest.mark.parametrize(
-    ("group", "said"),
+    ("group", "message"),
     [
-        ([row(drawn([1] * (T + 1)))], "rows are never cut"),
-        ([row(drawn([1])), row(drawn([1]), opening=(8,))], "different first tokens"),
-        ([row(drawn([1]), opening=range(P + 1))], "data.max_prompt_tokens"),
-        ([row(drawn([1], (1.0, 2.0)))], "2 reward parts; the run has 1"),
+        ([row(sampled([1] * (T + 1)))], "rows are never cut"),
+        ([row(sampled([1])), row(sampled([1]), opening=(8,))], "different first tokens"),
+        ([row(sampled([1]), opening=range(P + 1))], "data.max_prompt_tokens"),
+        ([row(sampled([1], (1.0, 2.0)))], "2 reward parts; the run has 1"),
         ([row(Segment(np.array([1]), True))], "without log-probabilities"),
         ([row(outside([], reward=(1.0,)))], "before the first token"),
         ([row()] * 3, "3 rows in a group; the batch holds 2"),
     ],
 )
-def test_what_does_not_fit_is_named(group, said):
-    with pytest.raises(UserError, match=said):
+def test_what_does_not_fit_is_named(group, message):
+    with pytest.raises(UserError, match=message):
         to_rollout([group], RowShape(2, P, T))

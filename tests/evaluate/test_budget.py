@@ -46,17 +46,19 @@ def test_plans_of_one_budget(name, width):
 def test_a_policy_is_evaluated_under_a_budget(monkeypatch, request):
     monkeypatch.chdir(request.config.rootpath)
     config = load_config("configs/tiny.toml", TINY)
-    found = budget_run(config, completions=4, step_tokens=1, first=4)
-    assert found["problems"] == 6
-    assert 0 <= found["accuracy_low"] <= found["accuracy"] <= found["accuracy_high"] <= 1
-    assert 4 <= found["first_tokens"] <= 16
-    drawn = [found[f"{name}/drawn_tokens"] for name in COMPARED]
-    assert min(drawn) <= found["drawn_tokens"] <= max(drawn)
-    assert all(tokens <= 4 * 4 + 3 for tokens in drawn)  # a round may end above the budget
-    bins = {name: n for name in ("hard", "medium", "easy") if (n := found.get(f"{name}/problems"))}
+    summary = budget_run(config, completions=4, step_tokens=1, first=4)
+    assert summary["problems"] == 6
+    assert 0 <= summary["accuracy_low"] <= summary["accuracy"] <= summary["accuracy_high"] <= 1
+    assert 4 <= summary["first_tokens"] <= 16
+    token_counts = [summary[f"{name}/drawn_tokens"] for name in COMPARED]
+    assert min(token_counts) <= summary["drawn_tokens"] <= max(token_counts)
+    assert all(tokens <= 4 * 4 + 3 for tokens in token_counts)  # a round may end above the budget
+    bins = {
+        name: n for name in ("hard", "medium", "easy") if (n := summary.get(f"{name}/problems"))
+    }
     assert sum(bins.values()) == 6
     for search in COMPARED:
-        share = sum(n * found[f"{name}/{search}"] for name, n in bins.items()) / 6
-        assert share == pytest.approx(found[f"{search}/accuracy"])
+        share = sum(n * summary[f"{name}/{search}"] for name, n in bins.items()) / 6
+        assert share == pytest.approx(summary[f"{search}/accuracy"])
     with pytest.raises(UserError, match="--width 3: --search compute_optimal needs a budget of at"):
         budget_run(config, completions=3)

@@ -28,15 +28,15 @@ def rollout(tokens, mask, logprobs):
 
 
 def view(tokens, mask, logprobs, advantages, each=True):
-    given = np.array(advantages, np.float32).reshape(1, 1, -1)
+    advantage_array = np.array(advantages, np.float32).reshape(1, 1, -1)
     here = (0, 0, slice(len(tokens)))
-    return training_view(rollout(tokens, mask, logprobs), here, given, TOKENIZER, each)
+    return training_view(rollout(tokens, mask, logprobs), here, advantage_array, TOKENIZER, each)
 
 
 def test_tokens_of_one_advantage_say_it_once():
-    found = view([2, 3, 1], [1, 1, 1], [-0.5, -0.12345, 0.0], [1.25] * 3)
-    assert found["advantage"] == 1.25
-    assert found["tokens"] == {
+    fields = view([2, 3, 1], [1, 1, 1], [-0.5, -0.12345, 0.0], [1.25] * 3)
+    assert fields["advantage"] == 1.25
+    assert fields["tokens"] == {
         "text": ["a", "b", "<stop>"],
         "logprobs": [-0.5, -0.123, 0.0],
         "advantages": 1.25,
@@ -45,11 +45,11 @@ def test_tokens_of_one_advantage_say_it_once():
 
 
 def test_what_the_environment_said_is_marked_and_counts_in_nothing():
-    found = view([2, 3, 4], [1, 0, 1], [-1.0, 0.0, -2.0], [2.0, 0.0, -1.0])
-    assert found["advantage"] == 0.5
-    assert found["tokens"]["logprobs"] == [-1.0, None, -2.0]
-    assert found["tokens"]["advantages"] == [2.0, 0.0, -1.0]
-    assert found["tokens"]["mask"] == "101"
+    fields = view([2, 3, 4], [1, 0, 1], [-1.0, 0.0, -2.0], [2.0, 0.0, -1.0])
+    assert fields["advantage"] == 0.5
+    assert fields["tokens"]["logprobs"] == [-1.0, None, -2.0]
+    assert fields["tokens"]["advantages"] == [2.0, 0.0, -1.0]
+    assert fields["tokens"]["mask"] == "101"
     # one advantage of all that were drawn stays one number
     assert view([2, 3], [1, 0], [0, 0], [3.0, 0.0])["tokens"]["advantages"] == 3.0
     assert view([2], [0], [0], [0.0])["advantage"] == 0.0

@@ -40,15 +40,15 @@ def _at_the_root(monkeypatch, request):
 
 @pytest.mark.parametrize(("name", "expansions"), [("best_of_n", 1.0), ("dvts", None)])
 def test_a_policy_is_evaluated_with_a_search(name, expansions):
-    found = search_run(tiny(), name, width=2, step_tokens=1)
-    assert found["problems"] == 6
-    assert 0 <= found["accuracy_low"] <= found["accuracy"] <= found["accuracy_high"] <= 1
-    assert found["steps"] == 2 * found["expansions"]
-    assert found["drawn_tokens"] >= found["steps"]
-    assert found["read_tokens"] > 0
+    summary = search_run(tiny(), name, width=2, step_tokens=1)
+    assert summary["problems"] == 6
+    assert 0 <= summary["accuracy_low"] <= summary["accuracy"] <= summary["accuracy_high"] <= 1
+    assert summary["steps"] == 2 * summary["expansions"]
+    assert summary["drawn_tokens"] >= summary["steps"]
+    assert summary["read_tokens"] > 0
     if expansions:
-        assert found["expansions"] == expansions
-    assert search_run(tiny(), name, width=2, step_tokens=1) == found
+        assert summary["expansions"] == expansions
+    assert search_run(tiny(), name, width=2, step_tokens=1) == summary
 
 
 def test_a_search_leaves_rows_to_train_on(tmp_path):
@@ -56,7 +56,9 @@ def test_a_search_leaves_rows_to_train_on(tmp_path):
     files = {
         name: read_jsonl(tmp_path / "rows" / f"{name}.jsonl") for name in ("siblings", "paths")
     }
-    assert {name: len(listed) for name, listed in files.items()} == {n: rows[n] for n in files}
+    assert {name: len(file_rows) for name, file_rows in files.items()} == {
+        n: rows[n] for n in files
+    }
     assert files["paths"]
     task = kind_of(tiny()).task
     for row in files["paths"]:
@@ -85,9 +87,9 @@ def test_a_run_trains_on_the_rows_of_a_search(tmp_path, monkeypatch):
                 f"run.dir={tmp_path / method}",
             ],
         )
-        said = []
-        train(pairs, echo=said.append)
-        assert not [line for line in said if "the objective alone" in line]
+        lines = []
+        train(pairs, echo=lines.append)
+        assert not [line for line in lines if "the objective alone" in line]
         records = read_jsonl(tmp_path / method / "metrics.jsonl")[1:]
         assert [r["step"] for r in records] == [1, 2, 3]
         assert all(r["grad_norm"] > 0 for r in records)
@@ -98,38 +100,38 @@ def verified(run, root):
     """Searches by what was trained: other answers than by likelihood, and the same ones again."""
     prm = tree_with(run, {"rewards": {"verify": {}, "model": {"path": str(root / "prm")}}})
     few = [f"run.dir={root / 'alphamath'}", "eval.problems=16"]
-    own = load_config(root / "alphamath" / "config.toml", few)
-    for config, ways in ((prm, ("model", "min")), (own, ("value", "mean"))):
+    alphamath = load_config(root / "alphamath" / "config.toml", few)
+    for config, ways in ((prm, ("model", "min")), (alphamath, ("value", "mean"))):
         by = dict(zip(("by", "reduce"), ways, strict=True))
-        found = search_run(config, "beam", width=2, step_tokens=1, **by)
-        assert found["problems"] == 16
-        assert search_run(config, "beam", width=2, step_tokens=1, **by) == found
-    values_are_those_behind_tokens(own)
-    with jax.set_mesh(build.setup(own, trains=False).mesh):
-        _, first = programs.new_policy(build.setup(own, trains=False))
-    ratios_are_those_of_the_last_step(own, first)
-    ranked = search_run(own, "greedy", width=3, step_tokens=1, by="ratio")
+        summary = search_run(config, "beam", width=2, step_tokens=1, **by)
+        assert summary["problems"] == 16
+        assert search_run(config, "beam", width=2, step_tokens=1, **by) == summary
+    values_are_those_behind_tokens(alphamath)
+    with jax.set_mesh(build.setup(alphamath, trains=False).mesh):
+        _, first = programs.new_policy(build.setup(alphamath, trains=False))
+    ratios_are_those_of_the_last_step(alphamath, first)
+    ranked = search_run(alphamath, "greedy", width=3, step_tokens=1, by="ratio")
     assert ranked["steps"] == 3 * ranked["expansions"]
-    told = budget_run(prm, completions=4, step_tokens=1, by="model")
-    assert {"beam/accuracy", "dvts/accuracy"} <= told.keys()
+    budget = budget_run(prm, completions=4, step_tokens=1, by="model")
+    assert {"beam/accuracy", "dvts/accuracy"} <= budget.keys()
 
 
 def values_are_those_behind_tokens(config):
     run = build.setup(config, trains=False)
-    prompt, drawn = np.array([[4, 3, 2, 5]], np.int32), np.array([[2, 3, 4, 1]], np.int32)
+    prompt, completion = np.array([[4, 3, 2, 5]], np.int32), np.array([[2, 3, 4, 1]], np.int32)
     with jax.set_mesh(run.mesh):
         model = model_of(config, run.mesh, 1, behind=True)
-        whole, four = np.ones(1, bool), np.array([4], np.int32)
-        given = demonstration_rollout(prompt, four, drawn, four, whole, 1)
-        found = model.of_tokens(given)[0, 0]
-        tokens = np.concatenate([prompt, drawn], 1)
+        complete, four = np.ones(1, bool), np.array([4], np.int32)
+        demonstration = demonstration_rollout(prompt, four, completion, four, complete, 1)
+        values = model.of_tokens(demonstration)[0, 0]
+        tokens = np.concatenate([prompt, completion], 1)
         columns, ones = np.arange(8, dtype=np.int32)[None], np.ones((1, 8), np.int32)
         _, params, _ = load_policy(run, None)
         hidden, _ = run.network.hidden(params, tokens, columns, ones)
         head = model.params["value"]
         behind = hidden[0, 4:].astype(np.float32) @ head["weight"] + head["bias"]
-    np.testing.assert_allclose(found, behind, atol=1e-5)
-    assert np.unique(found.round(6)).size == 4
+    np.testing.assert_allclose(values, behind, atol=1e-5)
+    assert np.unique(values.round(6)).size == 4
 
 
 def tree_with(config, more):
@@ -149,16 +151,16 @@ def ratios_are_those_of_the_last_step(config, first):
         _, params, _ = load_policy(run, None)
         draws, score = verifier_of(config, "ratio", "last")(run, params, None)
         jax.tree.map(np.testing.assert_array_equal, draws, first)
-        found = score(paths)
-        for path, points in zip(paths, found, strict=True):
+        scores = score(paths)
+        for path, points in zip(paths, scores, strict=True):
             tokens = np.concatenate([prompts[0].tokens, path.tokens]).astype(np.int32)[None]
             at = np.arange(tokens.shape[1], dtype=np.int32)[None]
-            own = np.arange(4 + path.begin, 4 + path.ends[-1])
+            positions = np.arange(4 + path.begin, 4 + path.ends[-1])
             means = []
             for each in (params, first):
                 hidden, _ = run.network.hidden(each, tokens, at, np.ones_like(tokens))
                 chances = jax.nn.log_softmax(run.network.logits(each, hidden)[0])
-                means.append(float(chances[own - 1, tokens[0, own]].mean()))
+                means.append(float(chances[positions - 1, tokens[0, positions]].mean()))
             assert points == pytest.approx(means[0] - means[1], abs=1e-5)
 
 
@@ -189,7 +191,7 @@ def test_what_cannot_be_searched_is_named(tmp_path):
         search_run(tiny(), "bream")
     with pytest.raises(UserError, match="search = 'mcts' is called 'puct' now"):
         search_run(tiny(), "mcts")
-    for by, reduce, said in (
+    for by, reduce, message in (
         ("oracle", "last", "--by = 'oracle'"),
         ("model", "last", "--by model: rewards.model is missing"),
         ("model", "first", "--reduce = 'first'"),
@@ -197,7 +199,7 @@ def test_what_cannot_be_searched_is_named(tmp_path):
         ("likelihood", "min", "--reduce min is not read with --by likelihood"),
         ("ratio", "mean", "--reduce mean is not read with --by ratio"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             search_run(tiny(), "beam", by=by, reduce=reduce)
     env = load_config("configs/gridworld.toml", ["mesh.fsdp=1"])
     with pytest.raises(UserError, match="in an environment on the device are not searched"):

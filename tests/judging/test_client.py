@@ -390,14 +390,14 @@ def test_overdue_requests_are_held_to_a_number():
     batch = Batch(2, 3)
     now = time.monotonic()
     batch._seconds.extend([0.0] * 8)
-    for count, sent, wait in (
+    for count, sent_at, wait in (
         (1, now, 0.0),
         (2, now, 1.0),
         (2, now - 9.0, 0.0),
         (4, now - 9.0, 0.0),
         (5, now - 9.0, threading.TIMEOUT_MAX),
     ):
-        batch._sent = {str(i): sent for i in range(count)}
+        batch._sent = {str(i): sent_at for i in range(count)}
         assert batch._full(now) == pytest.approx(wait)
     batch._sent = {"a": now - 9.0, "b": now - 9.0, "c": now - 0.25}
     assert batch._full(now) == 0.0
@@ -411,12 +411,12 @@ def test_repetitions_wait_longer_only_while_nobody_else_is_answered(monkeypatch)
     monkeypatch.setattr(judge_client.random, "uniform", lambda low, high: 1.0)
     waits, put = [], Batch.put
 
-    def noted(batch, question, after=0.0):
+    def put_and_note(batch, question, after=0.0):
         if after:
             waits.append(after)
         put(batch, question, after)
 
-    monkeypatch.setattr(Batch, "put", noted)
+    monkeypatch.setattr(Batch, "put", put_and_note)
 
     def answer(body, number):
         return (500, {}, "") if body["messages"][-1]["content"] == "bad" else "Score: 5"
@@ -426,7 +426,7 @@ def test_repetitions_wait_longer_only_while_nobody_else_is_answered(monkeypatch)
         mine.verdicts(questions("bad"))
         assert waits == [0.001, 0.002, 0.004, 0.008]
         waits.clear()
-        monkeypatch.setattr(Batch, "put", lambda *args: (mine._pace.served(), noted(*args)))
+        monkeypatch.setattr(Batch, "put", lambda *args: (mine._pace.served(), put_and_note(*args)))
         mine.verdicts(questions("bad", vote=1))
         assert waits == [0.001] * 4
 

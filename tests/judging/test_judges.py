@@ -35,8 +35,8 @@ def config(url, parts, *more):
     return load_config(None, ["data.train=x.jsonl", "model.path=x", rewards, *more])
 
 
-def judged(config, stop, points=None):
-    """What the judges of a configuration say about groups whose member j of group i is "i j"."""
+def rewards_of(config, stop, points=None):
+    """Rewards of a configuration's judges for groups whose member j of group i is "i j"."""
     n, g = np.shape(stop)
     tokens = np.stack(np.broadcast_arrays(np.arange(n)[:, None], np.arange(g)), axis=-1)
     rollout = types.SimpleNamespace(
@@ -62,7 +62,7 @@ def questions_in(bodies):
 
 def test_members_that_are_gone_are_not_asked():
     with judge_server(by_member) as (url, bodies):
-        points, dropped, counts = judged(
+        points, dropped, counts = rewards_of(
             config(url, {"good": ONE}), [[END, END, END], [LEFT, FAILED, ABSENT]]
         )
     np.testing.assert_array_equal(points["good"], [[0, 1, np.nan], [np.nan] * 3])
@@ -78,7 +78,7 @@ def test_no_verdict_is_what_missing_says_among_those_asked():
         "drop": f"{ONE}, missing='drop', where={{kind=['b']}}",
     }
     with judge_server(by_member) as (url, bodies):
-        points, dropped, counts = judged(config(url, parts), [[END] * 3] * 2)
+        points, dropped, counts = rewards_of(config(url, parts), [[END] * 3] * 2)
     nan = [np.nan] * 3
     np.testing.assert_array_equal(points["zero"], [[0, 1, 0], nan])
     np.testing.assert_array_equal(points["drop"], [nan, [0, 1, np.nan]])
@@ -89,14 +89,14 @@ def test_no_verdict_is_what_missing_says_among_those_asked():
 
 def test_a_judge_that_is_down_costs_its_own_part():
     with judge_server(by_member) as (url, _):
-        with judge_server(by_member) as (gone, _):
+        with judge_server(by_member) as (down_url, _):
             pass  # it was there when the run began
         tables = ", ".join(
             f"{name}={{url='{at}', model='m', {ONE}, retries=0}}"
-            for name, at in (("good", url), ("lost", gone))
+            for name, at in (("good", url), ("lost", down_url))
         )
         both = load_config(None, ["data.train=x.jsonl", "model.path=x", f"rewards={{{tables}}}"])
-        points, dropped, counts = judged(both, [[END] * 2])
+        points, dropped, counts = rewards_of(both, [[END] * 2])
     np.testing.assert_array_equal(points["good"], [[0, 1]])
     np.testing.assert_array_equal(points["lost"], [[np.nan] * 2])
     assert (counts["judge_calls"], counts["judge_failures"]) == (4, 2)
@@ -107,7 +107,7 @@ def test_only_right_answers_are_judged_where_that_is_asked_for():
     """FAPO: a flaw counts where the answer is right, and nobody is asked of wrong ones."""
     right = np.array([[1.0, 0.0, np.nan], [0.0, 1.0, 1.0]])
     with judge_server(by_member) as (url, bodies):
-        points, *_ = judged(
+        points, *_ = rewards_of(
             config(url, {"flaw": f"{ONE}, only='math'"}), [[END] * 3] * 2, {"math": right}
         )
     assert questions_in(bodies) == ["0 0", "1 1", "1 2"]
@@ -122,7 +122,9 @@ def test_a_group_is_ranked_without_those_that_are_gone():
         return '{"ranking": %s}' % list(range(1, count + 1))  # noqa: UP031
 
     with judge_server(longest_first) as (url, bodies):
-        points, *_ = judged(config(url, {"best": keys}), [[END, FAILED, END], [END, LEFT, LEFT]])
+        points, *_ = rewards_of(
+            config(url, {"best": keys}), [[END, FAILED, END], [END, LEFT, LEFT]]
+        )
     np.testing.assert_array_equal(points["best"], [[1, np.nan, 0], [np.nan] * 3])
     assert len(bodies) == 1  # one member has nobody to be ranked with
 
@@ -194,7 +196,7 @@ def test_a_form_of_ones_own(tmp_path):
     with judge_server(reply) as (url, _):
         settings = config(url, {"loud": keys})
         check_judges(settings, [Prompt(0, "", np.zeros(1), "", {})])
-        points, *_ = judged(settings, [[END, END]])
+        points, *_ = rewards_of(settings, [[END, END]])
     np.testing.assert_array_equal(points["loud"], [[0, 1]])
 
 
@@ -220,11 +222,11 @@ def test_verdicts_are_kept_with_the_run(tmp_path):
     (tmp_path / "run").mkdir()
     with judge_server(by_member) as (url, bodies):
         for _ in range(2):
-            judged(config(url, {"good": ONE}, directory), [[END] * 2])
+            rewards_of(config(url, {"good": ONE}, directory), [[END] * 2])
         assert len(bodies) == 2
         assert (tmp_path / "run" / "judge").is_dir()
-        judged(config(url, {"good": f"{ONE}, cache=false"}, directory), [[END] * 2])
+        rewards_of(config(url, {"good": f"{ONE}, cache=false"}, directory), [[END] * 2])
         assert len(bodies) == 4
         (tmp_path / "run").rename(tmp_path / "moved")
-        judged(config(url, {"good": ONE}, directory), [[END] * 2])
+        rewards_of(config(url, {"good": ONE}, directory), [[END] * 2])
     assert not (tmp_path / "run").exists()  # a run that was moved is not begun again

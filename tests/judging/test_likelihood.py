@@ -36,13 +36,13 @@ def test_likelihood_is_that_of_the_last_tokens():
         assert values[row] == pytest.approx(np.exp(np.mean(each)), rel=1e-5)
 
 
-def part(seen, rows=4, where=None, missing="none", longest=64, **keys):
+def part(pairs, rows=4, where=None, missing="none", longest=64, **keys):
     """A part whose "policy" finds an answer probable by how many letters x stand before it."""
 
     def program(params, tokens, starts, lengths):
         tokens, starts, lengths = (np.asarray(x) for x in (tokens, starts, lengths))
         texts = [TOKENS.decode(t[:n].tolist()) for t, n in zip(tokens, lengths, strict=True)]
-        seen.extend((text[:s], text[s:]) for text, s in zip(texts, starts, strict=True) if s > 1)
+        pairs.extend((text[:s], text[s:]) for text, s in zip(texts, starts, strict=True) if s > 1)
         return np.array([text[:s].count("x") for text, s in zip(texts, starts, strict=True)])
 
     table = checked(LikelihoodTable, "rewards.p", {"rows": rows, "before": " = ", **keys})
@@ -76,22 +76,22 @@ POLICY = {"policy": None}
 
 
 def test_a_completion_is_followed_by_the_answer():
-    seen = []
+    pairs = []
     rollout, _ = members("axxb", "x")
-    points, paid = part(seen)(rollout, None, PROMPTS, POLICY)
-    assert sorted(seen) == [("qaxxb = ", "42"), ("qx = ", "42")]
+    points, paid = part(pairs)(rollout, None, PROMPTS, POLICY)
+    assert sorted(pairs) == [("qaxxb = ", "42"), ("qx = ", "42")]
     assert points.tolist() == [[2.0, 1.0]]
     assert not paid.any()
 
 
 def test_turns_are_paid_for_what_they_tell():
     """Gains stand at the last token that the policy drew in a turn; the last turn has none."""
-    seen = []
+    pairs = []
     # turns AB, X and C; "x," and "xx," are what the environment said
     turns = {"ABx,Xxx,C": "000011112", "A": "0"}
     rollout, turn = members(*turns, turns=turns)
-    points, paid = part(seen, by="turn")(rollout, turn, PROMPTS, POLICY)
-    assert sorted(seen) == [
+    points, paid = part(pairs, by="turn")(rollout, turn, PROMPTS, POLICY)
+    assert sorted(pairs) == [
         ("q = ", "42"),
         ("q = ", "42"),
         ("qabx, = ", "42"),

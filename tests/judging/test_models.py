@@ -38,7 +38,7 @@ SIZES = {"layers": 1, "embed_dim": 64, "heads": 1, "kv_heads": 1, "head_dim": 8,
 SIZES |= {"max_length": 48, "tied_embeddings": False}
 CONFIG = ModelConfig(vocab_size=TOKENS.vocab_size, **SIZES)
 FOLLOWS = ("1y", "ye", "es", "0n", "no", "2z", "3y", "3n")
-"""What the judge of these tests says after a character: yes after 1, no after 0, either after 3."""
+"""The judge's reply after a character: yes after 1, no after 0, either after 3."""
 ONE = "function='judge', form='yes_no', template='{completion}', max_prompt_tokens=8, max_tokens=8"
 
 
@@ -68,7 +68,7 @@ def greedy():
     return judge()
 
 
-def asked(*texts, vote=0, read=read_yes_no):
+def requests_of(*texts, vote=0, read=read_yes_no):
     return [QuestionVote(Question(({"role": "user", "content": t},), read), vote) for t in texts]
 
 
@@ -77,20 +77,20 @@ def counted(counts, **expected):
 
 
 def test_verdicts_of_a_model_on_these_devices(greedy, tmp_path):
-    kept = greedy._replace(cache=greedy.cache._replace(directory=tmp_path / "judge"))
+    cached = greedy._replace(cache=greedy.cache._replace(directory=tmp_path / "judge"))
     texts = ("a 1", "a 0", "a 2", "a 1", "A 1", "17 letters are too", "9" * 16 + "1")
-    verdicts, counts = kept.verdicts(asked(*texts))
+    verdicts, counts = cached.verdicts(requests_of(*texts))
     assert verdicts == [1.0, 0.0, None, 1.0, None, None, None]
     # the tokenizer does not have a capital, and two are longer than sixteen tokens
     counted(counts, calls=3, unreadable=1, failures=3)
-    verdicts, counts = kept.verdicts(asked("b 0", "a 1", "a 2"))
+    verdicts, counts = cached.verdicts(requests_of("b 0", "a 1", "a 2"))
     assert verdicts == [0.0, 1.0, None]
     counted(counts, cached=1, calls=2, unreadable=1)
-    assert kept.rows.weights is None  # no memory is held between two calls
+    assert cached.rows.weights is None  # no memory is held between two calls
 
 
 def test_a_reply_is_read_for_each_row_by_its_own_answer(greedy):
-    ask = lambda right: asked("own 1", read=lambda reply: float(reply == right))[0]  # noqa: E731
+    ask = lambda right: requests_of("own 1", read=lambda reply: float(reply == right))[0]  # noqa: E731
     verdicts, counts = greedy.verdicts([ask("yes"), ask("no"), ask("yes")])
     assert verdicts == [1.0, 0.0, 1.0]
     counted(counts, calls=1)
@@ -99,7 +99,7 @@ def test_a_reply_is_read_for_each_row_by_its_own_answer(greedy):
 def test_the_same_seed_says_the_same_whatever_else_is_asked():
     """Votes of the same question are draws of their own, keyed by the question and the seed."""
     text = lambda reply: reply or None  # noqa: E731
-    questions = [each for v in range(8) for each in asked("x 3", "y 3", vote=v, read=text)]
+    questions = [each for v in range(8) for each in requests_of("x 3", "y 3", vote=v, read=text)]
     one = judge(temperature=1.0)
     together = one.verdicts(questions)[0]
     assert set(together) == {"yes", "no"}
@@ -221,7 +221,7 @@ def test_the_shipped_judge_needs_no_server(model):
 
 
 def test_a_run_that_its_policy_judges_repeats(tmp_path):
-    """What a random policy says is no verdict: it is counted, and costs no more than that."""
+    """A random policy's reply is no verdict; it is counted and has no other effect."""
     records = []
     for name in ("a", "b"):
         config = settings(f"{ONE}, model='policy'", f"run.dir={tmp_path / name}")

@@ -29,12 +29,12 @@ PROMPTS = [Prompt(i, f"{i}", np.zeros(1, np.int32), str(i)) for i in range(N)]
 NAMES = ("said", "rank", "judged")
 
 
-def sampled(called):
+def sampled(may_go_on):
     """A sampler of digits that follow from ticket and member; the second part waits for a call."""
 
     def program(key, params, ids, lengths, sampling_params, version, tickets, members):
         end = time.monotonic() + 60
-        while tickets[0] == N // 2 and not called():
+        while tickets[0] == N // 2 and not may_go_on():
             assert time.monotonic() < end, "nobody was called before all parts were sampled"
             time.sleep(0.01)
         shape = (len(tickets), G, T)
@@ -57,17 +57,17 @@ def sampled(called):
     return program
 
 
-def drawn(url, notes, draws, called=lambda: True):
+def judged_groups(url, notes, draws, may_go_on=lambda: True):
     table = f"judged={{function='judge', url='{url}', model='m', template='{{completion}}'}}"
     config = load_config(None, ["data.train=x.jsonl", "model.path=x", f"rewards={{{table}}}"])
     judges = judge_parts(endpoint_judges(config), TOKENIZER, 9, "train")
     functions = {
-        "said": make_reward(f"{JUDGES}:noted", file=str(notes)),
+        "said": make_reward(f"{JUDGES}:write_note", file=str(notes)),
         "rank": make_reward(f"{JUDGES}:rank"),
     }
     with RewardPool(functions, workers=1, timeout_seconds=20.0) as pool:
         calls = RowCalls(HostScorer(pool, TOKENIZER, "train", 9), judges) if draws > 1 else None
-        program = sampled(called)
+        program = sampled(may_go_on)
         how = {"max_new_tokens": T, "steps": 9, "draws": draws, "calls": calls}
         source = TextSource(PROMPTS, 1, None, program, None, pool, TOKENIZER, **how)
         stages = [judge_stage(judges, lambda groups: groups.subject)]
@@ -79,7 +79,7 @@ def drawn(url, notes, draws, called=lambda: True):
 
 @pytest.mark.slow
 def test_one_part_is_judged_while_the_next_is_sampled(tmp_path, monkeypatch):
-    monkeypatch.setattr("jrl.collect.sources_text.compiled_stream", lambda *given: None)
+    monkeypatch.setattr("jrl.collect.sources_text.compiled_stream", lambda *args: None)
     notes = tmp_path / "notes"
 
     def digits(body, number):
@@ -89,19 +89,19 @@ def test_one_part_is_judged_while_the_next_is_sampled(tmp_path, monkeypatch):
     for draws in (1, 2):
         with judge_server(digits) as (url, bodies):
             both = lambda bodies=bodies: bool(bodies) and notes.exists()  # noqa: E731
-            groups = drawn(url, notes, draws, both if draws > 1 else lambda: True)
+            groups = judged_groups(url, notes, draws, both if draws > 1 else lambda: True)
             results.append((groups, sorted(notes.read_text().splitlines()), len(bodies)))
             notes.unlink()
-    (whole, noted, asked), (parts, noted_in_parts, asked_in_parts) = results
-    np.testing.assert_array_equal(parts.rewards, whole.rewards)
-    np.testing.assert_array_equal(parts.rollout.tokens, whole.rollout.tokens)
-    for name, ids in whole.ids.items():
+    (at_once, notes_at_once, calls), (parts, notes_in_parts, calls_in_parts) = results
+    np.testing.assert_array_equal(parts.rewards, at_once.rewards)
+    np.testing.assert_array_equal(parts.rollout.tokens, at_once.rollout.tokens)
+    for name, ids in at_once.ids.items():
         np.testing.assert_array_equal(parts.ids[name], ids)
-    assert parts.subject == whole.subject
-    assert noted_in_parts == noted  # one call a member
-    assert len(noted) == N * G
-    assert asked_in_parts == asked
-    assert len(np.unique(whole.rewards[..., 2])) > 2
+    assert parts.subject == at_once.subject
+    assert notes_in_parts == notes_at_once  # one call a member
+    assert len(notes_at_once) == N * G
+    assert calls_in_parts == calls
+    assert len(np.unique(at_once.rewards[..., 2])) > 2
 
 
 def test_each_process_calls_about_its_own_share(monkeypatch):
@@ -111,22 +111,22 @@ def test_each_process_calls_about_its_own_share(monkeypatch):
     rollout, _ = sampled(lambda: True)(
         None, None, np.zeros((2, 1)), np.ones(2), *[None] * 2, np.arange(2), None
     )
-    for functions, mine in (({"f": alone}, [1]), ({"f": alone, "g": whole}, [])):
+    for functions, mine in (({"f": alone}, [1]), ({"f": alone, "g": batch_reward}, [])):
         with RewardPool(functions, workers=0, timeout_seconds=1.0) as pool:
             calls = RowCalls(HostScorer(pool, TOKENIZER), None)
-            seen = []
-            monkeypatch.setattr(pool, "begin", lambda seen=seen: Seen(seen))
+            samples = []
+            monkeypatch.setattr(pool, "begin", lambda samples=samples: Seen(samples))
             with calls.step(0):
                 calls.submit_groups(PROMPTS[2:], rollout, 2)
                 calls.drain()
-        assert sorted({sample.prompt.id for sample in seen}) == [2 + i for i in mine]
+        assert sorted({sample.prompt.id for sample in samples}) == [2 + i for i in mine]
 
 
 class Seen:
     """In the place of ``pool.begin()``."""
 
-    def __init__(self, seen):
-        self.submit = seen.append
+    def __init__(self, samples):
+        self.submit = samples.append
 
     def __enter__(self):
         return self
@@ -139,11 +139,11 @@ def alone(samples):
     return [0.0] * len(samples)
 
 
-def whole(samples):
+def batch_reward(samples):
     return [0.0] * len(samples)
 
 
-whole.over = "batch"
+batch_reward.over = "batch"
 
 
 def test_a_request_is_divided_by_its_entries():

@@ -123,22 +123,25 @@ well formed and found with tools."""
 
 
 def rollout_of(method, step, table, parts=1):
-    """What the method's draw asks for, and its rewards, both as its seams leave them."""
+    """The method's rollout and its rewards, after plan, rewards and edits."""
     rng = np.random.default_rng(step)
     places = step * B + np.arange(B)
     prompts = 1 + places % (V - 1)
     sampled, logprobs = jax.device_get(sampler()(jax.random.key(step), table, prompts))
     members, greedy, demonstrations = draws(method)
-    given = solutions(rng, demonstrations)
+    solution_tokens = solutions(rng, demonstrations)
     if method.lacks.startswith("answers of the weaker model"):
-        given[..., 0] = rng.choice(BAD, given.shape[:2])
+        solution_tokens[..., 0] = rng.choice(BAD, solution_tokens.shape[:2])
     counts = (members - greedy - demonstrations, greedy, demonstrations)
     assert counts[0] <= G
 
-    def joined(own, others):
-        return np.concatenate([own[:, : counts[0]], own[:, G:][:, :greedy], others], axis=1)
+    def joined(sampled, others):
+        return np.concatenate([sampled[:, : counts[0]], sampled[:, G:][:, :greedy], others], axis=1)
 
-    tokens, logprobs = joined(sampled, given), joined(logprobs, np.zeros(given.shape))
+    tokens, logprobs = (
+        joined(sampled, solution_tokens),
+        joined(logprobs, np.zeros(solution_tokens.shape)),
+    )
     kind = np.repeat(np.arange(3), counts)
     ended = np.cumsum(tokens == STOP, axis=2)
     mask = (ended - (tokens == STOP)) == 0
@@ -170,8 +173,8 @@ def placed(rollout, rewards):
 def left_by(edit, rollout, rewards):
     """[B, G] bool: the members that an edit leaves in their groups."""
     keys, numbers = jax.random.split(jax.random.key(0), len(rewards)), np.arange(len(rewards))
-    made, _ = edit.apply((), placed(rollout, rewards), EditView(0, keys[0], keys, numbers < 0))
-    return np.asarray(made.members())
+    edited, _ = edit.apply((), placed(rollout, rewards), EditView(0, keys[0], keys, numbers < 0))
+    return np.asarray(edited.members())
 
 
 def batch_of(method, step, table, parts=1):
@@ -179,12 +182,12 @@ def batch_of(method, step, table, parts=1):
 
     Edits that store completions leave the batch as it is: no prompt has come before.
     """
-    rollout, rewards, places, given = rollout_of(method, step, table, parts)
+    rollout, rewards, places, demonstrations = rollout_of(method, step, table, parts)
     members = ~rollout.baseline
     for edit in method.edits:
         if isinstance(edit.init, Stateless):
             members &= left_by(edit, rollout, rewards)
-    external = np.broadcast_to(given[:, None], rollout.mask.shape) & rollout.mask
+    external = np.broadcast_to(demonstrations[:, None], rollout.mask.shape) & rollout.mask
     batch = Batch(
         prompt_tokens=rollout.prompt_tokens,
         prompt_lengths=rollout.prompt_lengths.astype(int),
@@ -245,11 +248,11 @@ def scorer(statistics, also=()):
 @functools.lru_cache(maxsize=8)
 def updater(statistics):
     """(params, moments, frozen, batch, gradients by statistics) -> params, moments, norm."""
-    found = scorer(statistics)
+    score = scorer(statistics)
 
     @jax.jit
     def update(params, moments, frozen, batch, gradients):
-        _, pull = jax.vjp(lambda params: found(params | frozen, batch), params)
+        _, pull = jax.vjp(lambda params: score(params | frozen, batch), params)
         (gradient,) = pull(gradients)
         changes, moments = OPTIMIZER.update(gradient, moments, params)
         return optax.apply_updates(params, changes), moments, optax.tree.norm(gradient)
@@ -293,8 +296,8 @@ def train(name):
                 others["ref"] = params["policy"]
             elif after.on == "step":
                 moments = OPTIMIZER.init(params)
-        noted = out["metrics"] | {"loss": out["loss"], "nonfinite": out["nonfinite"]}
-        metrics.append({k: x.mean(0) for k, x in noted.items()} | {"grad_norm": float(norm)})
+        step_metrics = out["metrics"] | {"loss": out["loss"], "nonfinite": out["nonfinite"]}
+        metrics.append({k: x.mean(0) for k, x in step_metrics.items()} | {"grad_norm": float(norm)})
     return expected_reward(start()), expected_reward(params["policy"]["table"]), metrics
 
 
@@ -325,10 +328,10 @@ OTHERWISE = {
 
 def assert_learns(name, before, after, metrics):
     """Asserts that all metrics are finite and the policy, or what learns instead, got better."""
-    for i, noted in enumerate(metrics):
-        broken = [key for key, value in noted.items() if not np.isfinite(value).all()]
-        assert not broken, f"step {i}: {broken}"
-    assert max(noted["grad_norm"] for noted in metrics) > 0
+    for i, step_metrics in enumerate(metrics):
+        nonfinite = [key for key, value in step_metrics.items() if not np.isfinite(value).all()]
+        assert not nonfinite, f"step {i}: {nonfinite}"
+    assert max(step_metrics["grad_norm"] for step_metrics in metrics) > 0
     if name in OTHERWISE:
         key, sign = OTHERWISE[name]
         first, last = (np.mean([m[key] for m in part]) for part in (metrics[:5], metrics[-5:]))

@@ -225,7 +225,7 @@ def check(
         test shows nothing; False to do without.
       **shape: for ``ragged``.
     """
-    seen = dict.fromkeys(wrt, 0.0)
+    largest = dict.fromkeys(wrt, 0.0)
     for seed, spread in batches:
         d = ragged(seed, spread=spread, **shape)
         if prepare is not None:
@@ -233,8 +233,8 @@ def check(
             d.live = d.mask & d.members[..., None]
         assert_matches(method, reference, d, wrt)
         _, gradients = run(method, d, wrt)
-        seen = {name: max(top, np.abs(gradients[name]).max()) for name, top in seen.items()}
-    assert not some or min(seen.values()) > 1e-6, seen
+        largest = {name: max(top, np.abs(gradients[name]).max()) for name, top in largest.items()}
+    assert not some or min(largest.values()) > 1e-6, largest
 
 
 def assert_matches(method, reference, d, wrt=("logprobs",)):
@@ -243,12 +243,12 @@ def assert_matches(method, reference, d, wrt=("logprobs",)):
     slopes = {}
     for name in wrt:
 
-        def moved(x, name=name):
+        def perturbed(x, name=name):
             point = copy.copy(d)
             setattr(point, name, x)
             return reference(point, d)
 
-        slopes[name] = central_differences(moved, getattr(d, name), d.live)
+        slopes[name] = central_differences(perturbed, getattr(d, name), d.live)
     scale = max(1.0, *(np.abs(slope).max() for slope in slopes.values()))
     np.testing.assert_allclose(value, reference(d, d), rtol=2e-5, atol=2e-5 * scale)
     for name, slope in slopes.items():

@@ -65,7 +65,7 @@ def differentiate(loss, at):
 
 
 def trainer(**fields):
-    """What TRL's losses read of the trainer they are methods of."""
+    """Attributes of TRL's trainer that its losses read."""
     same = lambda x, **_: x  # noqa: E731
     accelerator = Space(
         device="cpu",
@@ -117,9 +117,12 @@ def pairs():
     ref = (-1.5 + 0.5 * torch.randn(n, 2, t)) * mask
     policy = ref + 0.5 * torch.randn(n, 2, t) * mask
     rows = lambda x: x.transpose(0, 1).reshape(2 * n, t)  # noqa: E731  TRL: chosen, then rejected
-    whole = torch.cat([torch.zeros(2 * n, 1), rows(mask)], 1)
-    inputs = {"input_ids": torch.zeros(2 * n, t + 1, dtype=torch.long), "completion_mask": whole}
-    inputs["attention_mask"] = torch.ones_like(whole)
+    attention = torch.cat([torch.zeros(2 * n, 1), rows(mask)], 1)
+    inputs = {
+        "input_ids": torch.zeros(2 * n, t + 1, dtype=torch.long),
+        "completion_mask": attention,
+    }
+    inputs["attention_mask"] = torch.ones_like(attention)
     ref_rows = rows(ref).sum(1)
 
     def dpo(loss_type, **options):
@@ -135,19 +138,19 @@ def pairs():
             use_weighting=False,
             args=Space(discopop_tau=settings["tau"]),
         )
-        given = {**inputs, "ref_chosen_logps": ref_rows[:n], "ref_rejected_logps": ref_rows[n:]}
+        batch = {**inputs, "ref_chosen_logps": ref_rows[:n], "ref_rejected_logps": ref_rows[n:]}
 
         def loss(x):
-            return DPOTrainer._compute_loss(fake, Model(rows(x * mask)), given, False)
+            return DPOTrainer._compute_loss(fake, Model(rows(x * mask)), batch, False)
 
         return {"options": settings, **differentiate(loss, policy)}
 
     kinds = ["sigmoid", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired"]
     kinds += ["apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"]
-    found = {kind: dpo(kind) for kind in kinds}
+    losses = {kind: dpo(kind) for kind in kinds}
     for kind in ("exo_pair", "robust"):
-        found[kind] = dpo(kind, label_smoothing=0.1)
-    found["aot_smoothed"] = dpo("aot", label_smoothing=0.1)
+        losses[kind] = dpo(kind, label_smoothing=0.1)
+    losses["aot_smoothed"] = dpo("aot", label_smoothing=0.1)
 
     def kto():
         drift = torch.tensor([0.3, 0.1, -0.2, 0.4, 0.0, 0.2])
@@ -159,11 +162,11 @@ def pairs():
             _compute_kl_logps=lambda model, batch: drift,
             **options,
         )
-        given = {**inputs, "label": torch.tensor([True] * n + [False] * n), "ref_logps": ref_rows}
-        given["ref_KL_logps"] = torch.zeros_like(drift)
+        batch = {**inputs, "label": torch.tensor([True] * n + [False] * n), "ref_logps": ref_rows}
+        batch["ref_KL_logps"] = torch.zeros_like(drift)
 
         def loss(x):
-            return KTOTrainer._compute_loss(fake, Model(rows(x * mask)), given, False)
+            return KTOTrainer._compute_loss(fake, Model(rows(x * mask)), batch, False)
 
         return {"options": {**options, "kl": drift.mean().item()}, **differentiate(loss, policy)}
 
@@ -192,7 +195,7 @@ def pairs():
     cpos["simpo"] = cpo("simpo", beta=2.0, simpo_gamma=0.5)
     return {
         "inputs": {"mask": mask, "logprobs": policy, "ref_logprobs": ref},
-        "dpo": found,
+        "dpo": losses,
         "kto": kto(),
         "cpo": cpos,
         "orpo": orpo(),
@@ -263,19 +266,19 @@ def estimators(d):
             verl.compute_reinforce_plus_plus_baseline_outcome_advantage
         ),
     }
-    found = {
+    estimates = {
         name: {"options": {}, "advantages": estimate(rewards.clone(), mask, groups)[0]}
         for name, estimate in by_name.items()
     }
     plus = verl.compute_reinforce_plus_plus_outcome_advantage(
         rewards.clone(), mask, config=Space(gamma=0.9)
     )
-    found["reinforce_plus_plus"] = {"options": {"discount": 0.9}, "advantages": plus[0]}
+    estimates["reinforce_plus_plus"] = {"options": {"discount": 0.9}, "advantages": plus[0]}
     greedy = torch.tensor([0.5, 0.5, 0.5, 0.0, 0.0, 0.0])
     remax = verl.compute_remax_outcome_advantage(rewards.clone(), greedy, mask)
-    found["remax"] = {"options": {"greedy": greedy}, "advantages": remax[0]}
+    estimates["remax"] = {"options": {"greedy": greedy}, "advantages": remax[0]}
     gae = verl.compute_gae_advantage_return(rewards, d["rollout_values"], mask, 0.9, 0.8)
-    found["gae"] = {
+    estimates["gae"] = {
         "options": {"discount": 0.9, "decay": 0.8, "whiten": True},
         "advantages": gae[0] * mask,
         "returns": gae[1] * mask,
@@ -283,18 +286,18 @@ def estimators(d):
     otb = verl.compute_optimal_token_baseline_advantage(
         rewards, mask, groups, d["sampler_logprobs"], d["collision"]
     )
-    found["otb"] = {"options": {"lone_tail": True}, "advantages": otb[0]}
-    whole = torch.cat([torch.ones(N * G, 1), mask], 1).long()
+    estimates["otb"] = {"options": {"lone_tail": True}, "advantages": otb[0]}
+    attention = torch.cat([torch.ones(N * G, 1), mask], 1).long()
     gdpo = verl.compute_gdpo_outcome_advantage(
         rewards,
         mask,
         groups,
         config={"gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": [1.0, 0.5]},
         non_tensor_batch={"a": d["parts"][:, 0].numpy(), "b": d["parts"][:, 1].numpy()},
-        batch={"prompts": torch.ones(N * G, 1), "attention_mask": whole},
+        batch={"prompts": torch.ones(N * G, 1), "attention_mask": attention},
     )
-    found["gdpo"] = {"options": {"weights": [1.0, 0.5]}, "advantages": gdpo[0]}
-    return found
+    estimates["gdpo"] = {"options": {"weights": [1.0, 0.5]}, "advantages": gdpo[0]}
+    return estimates
 
 
 def trl_loss(d, kind, **options):
@@ -421,8 +424,8 @@ def policy():
     gap = (d["proximal_logprobs"] - d["sampler_logprobs"]) * d["mask"]
     weights = {}
     for name, level in (("tis", "token"), ("sequence_tis", "sequence")):
-        found = correction.compute_rollout_correction_weights(gap, d["mask"], level, 1.2)
-        weights[name] = (found[0] if isinstance(found, tuple) else found) * d["mask"]
+        corrected = correction.compute_rollout_correction_weights(gap, d["mask"], level, 1.2)
+        weights[name] = (corrected[0] if isinstance(corrected, tuple) else corrected) * d["mask"]
     return {
         "inputs": d,
         "advantages": estimators(d),

@@ -39,12 +39,12 @@ def side(d, n, i):
 
 def best_and_worst(d, n, scores, members=None):
     """(best, worst) member, ties by the tie-breaker; None without a gap."""
-    who = eligible(d, n, members)
-    if not who:
+    members_left = eligible(d, n, members)
+    if not members_left:
         return None
     tie_breaker = d.ids["tie_breaker"][n]
-    best = max(who, key=lambda i: (scores[i], tie_breaker[i]))
-    worst = max(who, key=lambda i: (-scores[i], tie_breaker[i]))
+    best = max(members_left, key=lambda i: (scores[i], tie_breaker[i]))
+    worst = max(members_left, key=lambda i: (-scores[i], tie_breaker[i]))
     return (best, worst) if scores[best] > scores[worst] else None
 
 
@@ -52,9 +52,9 @@ def pairs_of(d, rewards=None, min_gap=0.0):
     """(chosen side, rejected side) of every group that has a gap above ``min_gap``."""
     rewards, out = d.rewards if rewards is None else rewards, []
     for n in range(len(rewards)):
-        found = best_and_worst(d, n, rewards[n])
-        if found and rewards[n, found[0]] - rewards[n, found[1]] > min_gap:
-            out.append((side(d, n, found[0]), side(d, n, found[1])))
+        pair = best_and_worst(d, n, rewards[n])
+        if pair and rewards[n, pair[0]] - rewards[n, pair[1]] > min_gap:
+            out.append((side(d, n, pair[0]), side(d, n, pair[1])))
     return out
 
 
@@ -62,8 +62,8 @@ def mean_of_pairs(loss, min_gap=0.0):
     """The mean over a batch's pairs of ``loss(chosen, rejected)``."""
 
     def reference(d, frozen):
-        found = pairs_of(d, min_gap=min_gap)
-        return sum(loss(w, l) for w, l in found) / max(len(found), 1)
+        pairs = pairs_of(d, min_gap=min_gap)
+        return sum(loss(w, l) for w, l in pairs) / max(len(pairs), 1)
 
     return reference
 
@@ -92,9 +92,9 @@ def orpo(w, l, lam=0.3):
 
 
 def win_rate(d, n, i, others_only, model):
-    who = eligible(d, n)
-    seen = [j for j in who if j != i] if others_only else who
-    gaps = [d.rewards[n, i] - d.rewards[n, j] for j in seen]
+    others = eligible(d, n)
+    opponents = [j for j in others if j != i] if others_only else others
+    gaps = [d.rewards[n, i] - d.rewards[n, j] for j in opponents]
     wins = [sigmoid(x) if model == "bradley_terry" else (np.sign(x) + 1) / 2 for x in gaps]
     return np.mean(wins) if wins else 0.5
 

@@ -5,11 +5,11 @@ from harness import numbers
 
 def steps_of(d, n, i):
     """[(label, its live tokens)] of one live member, in order."""
-    found = {}
+    positions = {}
     for t in range(d.mask.shape[2]):
         if d.live[n, i, t]:
-            found.setdefault(d.ids["step"][n, i, t], []).append(t)
-    return list(found.items())
+            positions.setdefault(d.ids["step"][n, i, t], []).append(t)
+    return list(positions.items())
 
 
 def episodes(d):
@@ -28,7 +28,7 @@ def paid(d, rng):
 def earned(d, n, i):
     """Points of each step: what was paid, and what is left of the score for the last one."""
     steps = steps_of(d, n, i)
-    given = getattr(d, "paid", 0 * d.logprobs)
-    points = [sum(given[n, i, t] for t in tokens) for _, tokens in steps]
+    paid = getattr(d, "paid", 0 * d.logprobs)
+    points = [sum(paid[n, i, t] for t in tokens) for _, tokens in steps]
     points[-1] += d.rewards[n, i] - sum(points)
     return points

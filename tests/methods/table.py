@@ -1,4 +1,4 @@
-"""What the tables over all methods share: a method's one program, and batches in its shape.
+"""Shared code of the tables over all methods: a method's one program, and batches in its shape.
 
 A method's advantages, loss, gradients and new state are one compiled program, ``program(name)``. It
 takes ``LANES`` batches side by side, so that rows in another order, garbage in the padding, halves
@@ -38,13 +38,13 @@ COEFFICIENTS = {"mpo": {"threshold": 0.5}, "fact_rlhf": {"stop_penalty": 0.1}}
 def example(name):
     """The method of that name as the tables build it."""
     published = all_methods()[name]
-    given = COEFFICIENTS.get(name, {})
+    options = COEFFICIENTS.get(name, {})
     made_up = {
         c.name: c.domain.example
         for c in published.coefficients.values()
-        if c.required and c.name not in given
+        if c.required and c.name not in options
     }
-    return published(**made_up, **given)
+    return published(**made_up, **options)
 
 
 def out_of_reach(name):
@@ -88,7 +88,7 @@ def numbers(name, seed=0, spread=0.3, reward=1.0):
       reward: points, the scale of the rewards.
     """
     method = example(name)
-    g, greedy, given = draws(method)
+    g, greedy, demonstrations = draws(method)
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, T + 1, (N, g))
     lengths[0, 0] = 0
@@ -96,32 +96,34 @@ def numbers(name, seed=0, spread=0.3, reward=1.0):
     members = rng.random((N, g)) < 0.9
     members[1] = False  # an empty group
     if method.draw.samples:
-        members[2] = np.arange(g) == g - 1 - given  # a group with one member
+        members[2] = np.arange(g) == g - 1 - demonstrations  # a group with one member
     baseline = np.broadcast_to(np.arange(g) < greedy, (N, g)).copy()
     members &= ~baseline
-    external = np.broadcast_to(np.arange(g) >= g - given, (N, g))
+    external = np.broadcast_to(np.arange(g) >= g - demonstrations, (N, g))
     rewards = rng.choice([0.0, 0.25, 1.0], (N, g)) * reward
     rewards[3] = rewards[3, 0]  # equal rewards
-    drawn = np.minimum(rng.normal(-1.5, 0.4, (N, g, T)), -0.01)
+    logprobs = np.minimum(rng.normal(-1.5, 0.4, (N, g, T)), -0.01)
     if spread > 1:  # ratios far above 1 need tokens that the sampler found unlikely
-        drawn -= np.abs(spread * rng.normal(size=drawn.shape)) * (rng.random(drawn.shape) < 0.5)
+        logprobs -= np.abs(spread * rng.normal(size=logprobs.shape)) * (
+            rng.random(logprobs.shape) < 0.5
+        )
 
     def near():
-        return np.minimum(drawn + spread * rng.normal(size=drawn.shape), -1e-3)
+        return np.minimum(logprobs + spread * rng.normal(size=logprobs.shape), -1e-3)
 
     brought = {statistic.name: statistic for statistic in method.objective.statistics}
-    shares = {key: rng.uniform(0.05, 0.95, drawn.shape) for key in sorted(brought)}
+    shares = {key: rng.uniform(0.05, 0.95, logprobs.shape) for key in sorted(brought)}
     stats = {key: near() for key in sorted(method.objective.needs) if key.endswith("_logprobs")}
     stats |= {key: value for key, value in shares.items() if brought[key].start}
     for key in ("rollout_entropy", "rollout_values"):
-        stats[key] = np.abs(rng.normal(size=drawn.shape))
-    stats["sampler_logprobs"] = np.where(external[..., None], 0, drawn)
+        stats[key] = np.abs(rng.normal(size=logprobs.shape))
+    stats["sampler_logprobs"] = np.where(external[..., None], 0, logprobs)
     stats["external"] = 1.0 * np.broadcast_to(external[..., None], mask.shape)
     trained = {key: value for key, value in shares.items() if not brought[key].start}
     trained |= {
         "logprobs": near(),
-        "entropy": np.abs(rng.normal(size=drawn.shape)),
-        "values": rng.normal(size=drawn.shape),
+        "entropy": np.abs(rng.normal(size=logprobs.shape)),
+        "values": rng.normal(size=logprobs.shape),
     }
     turns = np.cumsum(rng.random((N, g, T)) < 0.3, axis=2)
     batch = Batch(
@@ -160,21 +162,21 @@ def reordered(trained, batch, prompts, members):
         return x[:, members] if x.ndim > 1 else x
 
     weights, texts = batch.reward_weights, batch.prompt_tokens[prompts]
-    moved = jax.tree.map(move, (trained, batch.replace(reward_weights=None, prompt_tokens=None)))
-    return moved[0], moved[1].replace(reward_weights=weights, prompt_tokens=texts)
+    permuted = jax.tree.map(move, (trained, batch.replace(reward_weights=None, prompt_tokens=None)))
+    return permuted[0], permuted[1].replace(reward_weights=weights, prompt_tokens=texts)
 
 
 def with_garbage(trained, batch, rng):
     """The same batch with NaN and junk wherever nothing may be read."""
     live = batch.mask & batch.members[..., None]
-    there = np.arange(T) < batch.lengths[..., None]
+    is_live = np.arange(T) < batch.lengths[..., None]
     spoil = lambda x: np.where(live, x, np.nan)  # noqa: E731
     unread = ~batch.members & ~batch.baseline
     return jax.tree.map(spoil, trained), batch.replace(
-        tokens=np.where(there, batch.tokens, rng.integers(0, 9, batch.tokens.shape)),
+        tokens=np.where(is_live, batch.tokens, rng.integers(0, 9, batch.tokens.shape)),
         rewards=np.where(unread[..., None], np.nan, batch.rewards),
         stats={
-            key: np.where(there, x, 0) if key == "external" else spoil(x)
+            key: np.where(is_live, x, 0) if key == "external" else spoil(x)
             for key, x in batch.stats.items()
         },
     )
@@ -190,7 +192,7 @@ def evaluate(objective, trained, batch, keep, state):
     and gradients of parts of a batch add up. Gradients are of the loss times the count of the
     surrogate's term: sums, of the size of one token's.
     """
-    advantages, batch, state, noted = compute_advantages(objective, batch, state)
+    advantages, batch, state, metrics_of_advantage = compute_advantages(objective, batch, state)
     counts = term_counts(objective, batch)
     batch = batch.replace(members=batch.members & keep[:, None])
 
@@ -208,7 +210,7 @@ def evaluate(objective, trained, batch, keep, state):
         "gradients": gradients,
         "state": update_state(objective, state, metrics),
         "metrics": metrics,
-        "nonfinite": metrics["nonfinite"] + noted["nonfinite_rewards"][0],
+        "nonfinite": metrics["nonfinite"] + metrics_of_advantage["nonfinite_rewards"][0],
     }
 
 

@@ -26,12 +26,12 @@ from jrl.zoo.networks.policies import Policies
 
 def live_tokens(d):
     n, g, t = d.mask.shape
-    found = {}
+    steps_by_member = {}
     for i, j in np.ndindex(n, g):
         steps = [k for k in range(t) if d.live[i, j, k]]
         if steps:
-            found[i, j] = steps
-    return found
+            steps_by_member[i, j] = steps
+    return steps_by_member
 
 
 def estimates(d, *, beta, discount, decay, whiten):
@@ -261,29 +261,29 @@ def test_nlpo_on_the_whole_vocabulary_is_ppo():
 
 def nucleus_of(probabilities, top_p):
     """Token ids, from the definition: the most probable ones until they hold top_p."""
-    kept, held = [], 0.0
+    tokens, mass = [], 0.0
     for token in np.argsort(-probabilities, kind="stable"):
-        if held >= top_p and kept:
+        if mass >= top_p and tokens:
             break
-        kept.append(token)
-        held += probabilities[token]
-    return sorted(kept)
+        tokens.append(token)
+        mass += probabilities[token]
+    return sorted(tokens)
 
 
 def test_the_restricted_distribution_is_renormalised_over_the_nucleus():
     rng = np.random.default_rng(0)
     distributions = {name: rng.dirichlet(np.full(8, 0.5)) for name in ("policy", "ref")}
     inside, before, now = nucleus_statistics(0.8, "ref")
-    kept = nucleus_of(distributions["ref"], 0.8)
-    assert 1 < len(kept) < 8
+    tokens = nucleus_of(distributions["ref"], 0.8)
+    assert 1 < len(tokens) < 8
     logs = {name: jnp.log(jnp.asarray(x, jnp.float32)) for name, x in distributions.items()}
     of = jax.jit(
         lambda logs: jax.vmap(lambda t: (inside.apply(logs, t), now.apply(logs, t)))(jnp.arange(8))
     )
-    there, restricted = (np.asarray(x) for x in of(logs))
-    assert sorted(np.nonzero(there)[0]) == kept
-    expected = np.log(distributions["policy"][kept] / distributions["policy"][kept].sum())
-    np.testing.assert_allclose(restricted[kept], expected, rtol=1e-4)
+    is_finite, restricted = (np.asarray(x) for x in of(logs))
+    assert sorted(np.nonzero(is_finite)[0]) == tokens
+    expected = np.log(distributions["policy"][tokens] / distributions["policy"][tokens].sum())
+    np.testing.assert_allclose(restricted[tokens], expected, rtol=1e-4)
     assert np.isfinite(restricted).all()
     assert (inside.start, before.start, now.start) == (True, True, False)
     assert NLPO.objective.frozen == {"ref", "teacher"}
@@ -308,9 +308,9 @@ def test_the_coefficient_of_the_divergence_is_steered_to_its_target(name):
     """Ziegler's controller: 1 + 0.1 clip(kl / target - 1, -0.2, 0.2) times as much a step."""
     d = ragged(6)
     with_nucleus(d, np.random.default_rng(0))
-    there = d.teacher_logprobs if name == "nlpo" else d.ref_logprobs
+    reference = d.teacher_logprobs if name == "nlpo" else d.ref_logprobs
     live = d.live & (d.in_nucleus > 0.5) if name == "nlpo" else d.live
-    kl = (d.sampler_logprobs - there)[live].mean()
+    kl = (d.sampler_logprobs - reference)[live].mean()
     objective = get_method(name, kl_coef=0.5, kl_target=abs(kl) / 1.1).objective
     first, _, state, _ = compute_advantages(objective, as_batch(d), objective.init())
     fixed = get_method(name, kl_coef=0.5, kl_target=None).objective

@@ -32,12 +32,16 @@ def sample_method(strength: NonNegative, rounds: Count = 1) -> Method:
 
 
 def test_a_published_method_describes_itself():
-    told = sample_method.describe()
-    assert told["name"] == "sample_method"
-    assert (told["paper"], told["arxiv"], told["family"]) == ("A Title", None, "test_base")
-    assert told["summary"] == "Says what it does."
-    assert told["seams"] == ["objective", "plan"]
-    strength, rounds = told["coefficients"]
+    description = sample_method.describe()
+    assert description["name"] == "sample_method"
+    assert (description["paper"], description["arxiv"], description["family"]) == (
+        "A Title",
+        None,
+        "test_base",
+    )
+    assert description["summary"] == "Says what it does."
+    assert description["seams"] == ["objective", "plan"]
+    strength, rounds = description["coefficients"]
     assert strength == {
         "name": "strength",
         "default": None,

@@ -142,9 +142,12 @@ def of_statistic(statistic):
     """The program of a statistic, whatever it is over."""
     if statistic.over == "vocabulary":
         names = (*statistic.policies, "logits")
-        shown = {name: jnp.zeros(V) for name in (*names, "base", "q_target")}
-        shown |= {"q": jnp.zeros((2, V)), "v": jnp.zeros(())}  # by a network with token values
-        return traced(statistic.apply, shown, jnp.int32(0))
+        vocabulary_view = {name: jnp.zeros(V) for name in (*names, "base", "q_target")}
+        vocabulary_view |= {
+            "q": jnp.zeros((2, V)),
+            "v": jnp.zeros(()),
+        }  # by a network with token values
+        return traced(statistic.apply, vocabulary_view, jnp.int32(0))
     mask = jnp.ones(T, bool)
     if statistic.over == "hidden":
         return traced(statistic.apply, jnp.zeros((T, 3)), mask)
@@ -185,13 +188,13 @@ def of_aggregate(aggregate):
 
 def of_regularizer(regularizer):
     state = regularizer.init()
-    told = {regularizer.name: jnp.float32(0)}
+    value = {regularizer.name: jnp.float32(0)}
     return (
         regularizer.name,
         sorted(regularizer.needs),
         traced(regularizer.value, reads(regularizer, (T,)), jnp.ones(T, bool)),
         traced(regularizer.coef, state),
-        traced(regularizer.update, state, told),
+        traced(regularizer.update, state, value),
         first_state(regularizer.init),
         of_aggregate(regularizer.aggregate),
         [of_statistic(s) for s in regularizer.statistics],
@@ -199,22 +202,22 @@ def of_regularizer(regularizer):
 
 
 def of_rewards(edit):
-    """What a method makes of one to three reward parts; a number of parts may be refused."""
+    """A method's rewards from one to three parts; it may refuse a number of parts."""
     out = []
     for parts in (1, 2, 3):
-        given = np.linspace(-2, 2, N * G * parts).reshape(N, G, parts).astype(np.float32)
-        groups = placed_groups().replace(rewards=jnp.asarray(given), weights=jnp.ones(parts))
+        rewards = np.linspace(-2, 2, N * G * parts).reshape(N, G, parts).astype(np.float32)
+        groups = placed_groups().replace(rewards=jnp.asarray(rewards), weights=jnp.ones(parts))
         try:
-            edited = edit(groups, step_view())
+            groups_edited = edit(groups, step_view())
         except UserError:
             out.append(None)
         else:
-            out.append([np.asarray(x).tolist() for x in jax.tree.leaves(edited)])
+            out.append([np.asarray(x).tolist() for x in jax.tree.leaves(groups_edited)])
     return out
 
 
 class Hints:
-    """What a plan may read of the data."""
+    """Data that a plan may read."""
 
     def hints(self, groups, level, levels):
         lengths = jnp.full(N, 7 * level // levels, jnp.int32)
@@ -320,12 +323,12 @@ def parts_of(method):
 
 
 def fingerprint(value):
-    """What a part is made of: equal where its code, and all that the code holds, are."""
+    """Fingerprint of a part: equal if its code and everything that the code holds are equal."""
     if isinstance(value, functools.partial):
         return fingerprint((value.func, value.args, value.keywords))
     if isinstance(value, types.FunctionType):
-        held = [cell.cell_contents for cell in value.__closure__ or ()]
-        return value.__code__, fingerprint((held, value.__defaults__, value.__kwdefaults__))
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return value.__code__, fingerprint((cells, value.__defaults__, value.__kwdefaults__))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return type(value), fingerprint(vars(value))
     if callable(value) and not isinstance(value, tuple):
@@ -340,7 +343,7 @@ def fingerprint(value):
 
 
 DESCRIBED = {}
-"""What parts do, by what they are made of: most methods share most of theirs."""
+"""Results of parts by fingerprint, because methods share most parts."""
 
 
 def described(describe, part, made_of):
@@ -397,13 +400,13 @@ QUICK = {"grpo", "gspo", "dapo", "ppo", "rloo", "dpo", "kto", "nft", "gigpo", "b
 def test_every_coefficient_acts(name):
     published = all_methods()[name]
     required = {c.name: c.domain.example for c in published.coefficients.values() if c.required}
-    given = required | COEFFICIENTS.get(name, {})
+    options = required | COEFFICIENTS.get(name, {})
     built = {}
 
     def build(**changes):
         key = tuple(sorted(changes.items()))
         if key not in built:
-            built[key] = published(**given | changes)
+            built[key] = published(**options | changes)
         return built[key]
 
     idle = []
@@ -413,7 +416,7 @@ def test_every_coefficient_acts(name):
         for names, also in ONLY_WITH.get(name, {}).items():
             context |= also if coefficient.name in names else {}
         base = build(**context)
-        at = (given | context).get(coefficient.name, coefficient.default)
+        at = (options | context).get(coefficient.name, coefficient.default)
         for choices in others(coefficient, at):
             value, changed = first_taken(build, context, coefficient.name, choices)
             if not differ(base, changed):

@@ -206,9 +206,9 @@ def test_align_distil_under_truncation_and_nan(adaptive):
     value, slopes = adaptive({"policy": half, "dpo": half + 1.0, "reverse_dpo": half - half[1]})
     assert np.isfinite(value)
     assert np.isfinite(slopes["policy"]).all()
-    broken = half.at[0].set(jnp.nan)
+    with_nan = half.at[0].set(jnp.nan)
     for name in ("policy", "dpo", "reverse_dpo"):
-        logits = dict.fromkeys(("policy", "dpo", "reverse_dpo"), half) | {name: broken}
+        logits = dict.fromkeys(("policy", "dpo", "reverse_dpo"), half) | {name: with_nan}
         assert np.isnan(adaptive(logits)[0])
 
 

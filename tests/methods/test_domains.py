@@ -37,12 +37,12 @@ def test_coefficients_are_read_from_the_signature():
     def build(strength: NonNegative, rounds: Count | None = None):
         return strength, rounds
 
-    found = coefficients_of(build)
-    assert found["strength"].required
-    assert not found["strength"].optional
-    assert found["strength"].default is inspect.Parameter.empty
-    assert found["rounds"].optional
-    assert found["rounds"].domain == Range(1, whole=True)
+    coefficients = coefficients_of(build)
+    assert coefficients["strength"].required
+    assert not coefficients["strength"].optional
+    assert coefficients["strength"].default is inspect.Parameter.empty
+    assert coefficients["rounds"].optional
+    assert coefficients["rounds"].domain == Range(1, whole=True)
 
 
 def test_only_the_plain_number_is_zero():

@@ -83,11 +83,11 @@ KINDS: dict[str, tuple[str, ...]] = {
     "two players": (*PLAYED, "data.env=PLACE/own.py:two"),
     "three players": (*PLAYED, "data.env=PLACE/own.py:three"),
 }
-"""What is tried, one after the other. Prompts in text compile soonest, and suit most methods."""
+"""Configurations to try, in order. Prompts in text compile soonest, and suit most methods."""
 
 
 def write_data(root):
-    """What PLACE stands for: two checkpoints, questions, pairs, lists with steps, and dialogues."""
+    """Files in PLACE: two checkpoints, questions, pairs, lists with steps, and dialogues."""
     about = {"eos_token": "<end>", "chat_template": TEMPLATE}
     for seed, name in enumerate(("model", "another")):
         params = jax.jit(transformer(SHAPE).init)(jax.random.key(seed))
@@ -95,17 +95,17 @@ def write_data(root):
         byte_tokenizer().save(str(root / name / "tokenizer.json"))
         (root / name / "tokenizer_config.json").write_text(json.dumps(about))
     (root / "own.py").write_text(OWN)
-    asked = [f"{i}+{i}?" for i in range(8)]
+    questions = [f"{i}+{i}?" for i in range(8)]
     files = {
         "rows": [
             {"question": text, "answer": str(2 * i), "solution": f"is {2 * i}", "hints": ["sum"]}
             | {"solutions": [f"is {2 * i}", f"{i} more"]}
-            for i, text in enumerate(asked)
+            for i, text in enumerate(questions)
         ],
         "pairs": [
             {"prompt": text, "chosen": "ab", "rejected": "c", "rationale": "d"}
             | {"chosen_score": 2.0, "rejected_score": 1.0}
-            for text in asked
+            for text in questions
         ],
         "lists": [
             {"prompt": [5, 6, i], "responses": [[1, 2, 3], [4, 5], [6, 7]], "scores": [1, 0.5, 0]}
@@ -116,7 +116,7 @@ def write_data(root):
         "talks": [
             {
                 "messages": [
-                    {"role": "user", "content": asked[i // 4]},
+                    {"role": "user", "content": questions[i // 4]},
                     {"role": "assistant", "content": ["yes", "no"][i % 2]},
                     {"role": "user", "content": "on"},
                     {"role": "assistant", "content": str(i)},
@@ -176,8 +176,8 @@ def two_steps(config):
     """The metrics of two training steps, as ``jrl train`` makes them."""
     metrics = []
 
-    def note(done, state, noted, groups, cursor):
-        metrics.append(jax.device_get(noted))
+    def note(done, state, step_metrics, groups, cursor):
+        metrics.append(jax.device_get(step_metrics))
         return False
 
     run = build.setup(config)
@@ -209,11 +209,11 @@ def test_two_steps_change_the_weights(name, place):
     config, _ = first_that_fits(name, place)
     steps = two_steps(config)
     assert len(steps) == 2
-    for noted in steps:
-        assert np.isfinite(noted["loss"])
-        assert np.isfinite(noted["grad_norm"])
-        assert not noted["skipped_updates"]
-    assert max(noted["grad_norm"] for noted in steps) > 0
+    for step_metrics in steps:
+        assert np.isfinite(step_metrics["loss"])
+        assert np.isfinite(step_metrics["grad_norm"])
+        assert not step_metrics["skipped_updates"]
+    assert max(step_metrics["grad_norm"] for step_metrics in steps) > 0
 
 
 def test_what_a_method_reads_of_the_data_is_said_before_anything_compiles(place):

@@ -167,8 +167,8 @@ def grpo_geometric_mis_loss(d, lp, frozen, cap=1.2):
 def grpo_off_policy_loss(d, lp, frozen, limit=0.1):
     a, total = standard_score(d), 0.0
     for n, i, tokens in sequences(d):
-        moved = np.mean([d.sampler_logprobs[n, i, t] - frozen[n, i, t] for t in tokens])
-        if a[n, i] < 0 and moved > limit:
+        drift = np.mean([d.sampler_logprobs[n, i, t] - frozen[n, i, t] for t in tokens])
+        if a[n, i] < 0 and drift > limit:
             continue
         losses = [clipped_loss(ratio_at(d, lp, (n, i, t)), a[n, i]) for t in tokens]
         total += sum(losses) / len(tokens)
@@ -384,15 +384,15 @@ def test_masking_truncated_completions_takes_their_gradient_away(
     d = make_ragged(9)
     d.truncated = d.lengths == 5
     assert (d.live & d.truncated[..., None]).any()
-    kept = get_method("dapo", max_tokens=5)
+    unmasked = get_method("dapo", max_tokens=5)
     masked = get_method("dapo", max_tokens=5, mask_truncated=True)
-    _, with_them = loss_and_gradients(kept, make_batch(d), d)
+    _, with_them = loss_and_gradients(unmasked, make_batch(d), d)
     _, without = loss_and_gradients(masked, make_batch(d), d)
     assert np.abs(with_them["logprobs"][d.truncated]).max() > 0
     assert np.abs(without["logprobs"][d.truncated]).max() == 0
     assert np.abs(without["logprobs"]).max() > 0
     # the penalty of a masked completion still counts in its group's statistics
-    punished, left = (advantages_of(method, d)[~d.truncated] for method in (kept, masked))
+    punished, left = (advantages_of(method, d)[~d.truncated] for method in (unmasked, masked))
     np.testing.assert_allclose(left, punished, atol=1e-6)
 
 
@@ -411,9 +411,9 @@ def test_coefficients_may_be_traced(make_ragged, make_batch):
     highs, coefs = jnp.array([0.1, 0.3]), jnp.array([0.0, 0.5])
     together = jax.jit(jax.vmap(loss))(highs, coefs)
     pairs = [(float(high), float(coef)) for high, coef in zip(highs, coefs, strict=True)]
-    apart = [jax.jit(lambda pair=pair: loss(*pair))() for pair in pairs]
-    np.testing.assert_allclose(together, apart, rtol=1e-5)
-    assert abs(apart[0] - apart[1]) > 1e-3
+    one_by_one = [jax.jit(lambda pair=pair: loss(*pair))() for pair in pairs]
+    np.testing.assert_allclose(together, one_by_one, rtol=1e-5)
+    assert abs(one_by_one[0] - one_by_one[1]) > 1e-3
 
 
 # ---------------------------------------------------------------- rewards of agents

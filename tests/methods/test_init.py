@@ -48,13 +48,13 @@ def test_each_paper_is_written_once():
 
 
 def test_seams_and_group_sizes_are_those_of_the_papers():
-    listed = {method["name"]: method for method in list_methods()}
-    assert listed["dapo"]["seams"] == ["objective", "plan", "edits"]
-    assert listed["remax"]["seams"] == ["objective", "plan"]
-    assert listed["grpo"]["min_group"] == 2
-    assert listed["ppo"]["min_group"] == 1
-    assert listed["ppo"]["reward_parts"] == []
-    assert listed["car"]["reward_parts"] == ["right", "confidence"]
+    methods = {method["name"]: method for method in list_methods()}
+    assert methods["dapo"]["seams"] == ["objective", "plan", "edits"]
+    assert methods["remax"]["seams"] == ["objective", "plan"]
+    assert methods["grpo"]["min_group"] == 2
+    assert methods["ppo"]["min_group"] == 1
+    assert methods["ppo"]["reward_parts"] == []
+    assert methods["car"]["reward_parts"] == ["right", "confidence"]
 
 
 def test_an_unknown_method_names_the_nearest():

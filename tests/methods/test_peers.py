@@ -23,7 +23,7 @@ from jrl.types import Batch
 
 PEERS = json.loads((pathlib.Path(__file__).parent / "fixtures" / "policy.json").read_text())
 N, G, T = 2, 3, 5
-GIVEN = {name: np.asarray(value, np.float32) for name, value in PEERS["inputs"].items()}
+INPUTS = {name: np.asarray(value, np.float32) for name, value in PEERS["inputs"].items()}
 STATS = ("sampler_logprobs", "proximal_logprobs", "ref_logprobs", "rollout_values", "collision")
 
 
@@ -33,7 +33,7 @@ def grouped(x):
     return jnp.asarray(x.reshape(N, G, *x.shape[1:]))
 
 
-MASK = np.asarray(GIVEN["mask"]).reshape(N, G, T) > 0
+MASK = np.asarray(INPUTS["mask"]).reshape(N, G, T) > 0
 SOME = jnp.ones((N, G), bool)
 
 
@@ -45,12 +45,12 @@ def batch(**changes):
         tokens=jnp.zeros((N, G, T), jnp.int32),
         lengths=lengths,
         mask=jnp.asarray(MASK),
-        rewards=jnp.expand_dims(grouped(GIVEN["rewards"]), 2),
+        rewards=jnp.expand_dims(grouped(INPUTS["rewards"]), 2),
         reward_weights=jnp.ones(1),
         members=SOME,
         baseline=~SOME,
         truncated=~SOME,
-        stats={name: grouped(GIVEN[name]) for name in STATS},
+        stats={name: grouped(INPUTS[name]) for name in STATS},
         ids={"tie_breaker": jnp.arange(N * G).reshape(N, G)},
     )
     return record.replace(**changes).check()
@@ -91,7 +91,7 @@ METHODS = {
 def loss_of(objective, edited=None):
     """The loss of the given advantages, and its gradient by the log-probabilities [B, T]."""
     record = batch() if edited is None else edited
-    advantages = jnp.where(MASK, grouped(GIVEN["advantages"])[..., None], 0)
+    advantages = jnp.where(MASK, grouped(INPUTS["advantages"])[..., None], 0)
 
     @jax.value_and_grad
     def loss(logprobs):
@@ -99,7 +99,7 @@ def loss_of(objective, edited=None):
         terms, _ = policy_loss(objective, {"logprobs": logprobs}, record, advantages, state)
         return combine_terms(objective, terms, state)
 
-    value, gradient = loss(grouped(GIVEN["logprobs"]))
+    value, gradient = loss(grouped(INPUTS["logprobs"]))
     return float(value), np.asarray(gradient).reshape(N * G, T)
 
 
@@ -128,17 +128,17 @@ def test_the_choice_of_tokens_by_covariance_is_verls(name):
     """verl chooses by the policy of the update, so the step starts there; ratios stay as given."""
     peer = PEERS["losses"][name]
     start = batch()
-    start = start.replace(stats={**start.stats, "proximal_logprobs": grouped(GIVEN["logprobs"])})
-    ratio = np.exp(GIVEN["logprobs"] - GIVEN["sampler_logprobs"]).reshape(N, G, T)
-    a = np.asarray(grouped(GIVEN["advantages"]))
+    start = start.replace(stats={**start.stats, "proximal_logprobs": grouped(INPUTS["logprobs"])})
+    ratio = np.exp(INPUTS["logprobs"] - INPUTS["sampler_logprobs"]).reshape(N, G, T)
+    a = np.asarray(grouped(INPUTS["advantages"]))
     if name == "verl_kl_cov":
         method = get_method("kl_cov", fraction=0.2, penalty=0.7)
         _, edited, _ = mark_covariant(0.2).apply(jnp.asarray(a), start, ())
         assert edited.stats["marked"].sum() == 4
         assert_equals(peer, *loss_of(method.objective, edited))
         return
-    kept, _, _ = drop_covariant(1.0, 0.1, 0.6).apply(jnp.asarray(a), start, ())
-    dropped = (np.asarray(kept) == 0) & MASK
+    coefficients, _, _ = drop_covariant(1.0, 0.1, 0.6).apply(jnp.asarray(a), start, ())
+    dropped = (np.asarray(coefficients) == 0) & MASK
     clipped = ((a[..., None] > 0) & (ratio > 1.28)) | ((a[..., None] < 0) & (ratio < 0.8))
     assert 0 < dropped.sum() < MASK.sum()
     gradient = np.asarray(peer["gradient"]).reshape(N, G, T)
@@ -174,23 +174,23 @@ def test_advantages_are_verls(name):
     expected = np.asarray(peer["advantages"])
     if name == "gdpo":
         record = batch(
-            rewards=grouped(GIVEN["parts"]),
+            rewards=grouped(INPUTS["parts"]),
             reward_weights=jnp.asarray(peer["options"]["weights"]),
         )
     if name == "otb":
-        start = grouped(GIVEN["sampler_logprobs"])
+        start = grouped(INPUTS["sampler_logprobs"])
         record = record.replace(stats={**record.stats, "proximal_logprobs": start})
     if name == "remax":  # verl is given each prompt's greedy reward; here it is a member
         greedy = np.asarray(peer["options"]["greedy"], np.float32).reshape(N, G)[:, :1]
-        rewards = jnp.concatenate([grouped(GIVEN["rewards"]), greedy], axis=1)
+        rewards = jnp.concatenate([grouped(INPUTS["rewards"]), greedy], axis=1)
         last = jnp.broadcast_to(jnp.arange(G + 1) == G, (N, G + 1))
         ours = jax.vmap(greedy_baseline)(rewards, ~last, last)[:, :G]
-        ours = np.asarray(ours).reshape(N * G, 1) * GIVEN["mask"]
+        ours = np.asarray(ours).reshape(N * G, 1) * INPUTS["mask"]
         np.testing.assert_allclose(ours, expected, atol=1e-6)
         return
     ours, edited = advantages_of(transform_of(name), record)
     if name == "gpg":  # verl counts rewards that are not 0, not groups that differ
-        ours = ours * len(GIVEN["rewards"]) / np.count_nonzero(GIVEN["rewards"])
+        ours = ours * len(INPUTS["rewards"]) / np.count_nonzero(INPUTS["rewards"])
     # verl's whitening divides by one less than the tokens, REINFORCE++'s by the tokens.
     if name.startswith("reinforce_plus_plus"):
         count = MASK.sum()
@@ -203,14 +203,14 @@ def test_advantages_are_verls(name):
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_estimates_of_the_divergence_are_verls(kind):
-    ours = estimator(kind)(jnp.asarray(GIVEN["logprobs"]), jnp.asarray(GIVEN["ref_logprobs"]))
+    ours = estimator(kind)(jnp.asarray(INPUTS["logprobs"]), jnp.asarray(INPUTS["ref_logprobs"]))
     np.testing.assert_allclose(ours, PEERS["kl"][kind], atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["tis", "sequence_tis"])
 def test_weights_of_the_corrections_are_verls(name):
     correction = named_correction(name, 1.2)
-    stats = {k: grouped(GIVEN[k]) for k in ("proximal_logprobs", "sampler_logprobs")}
+    stats = {k: grouped(INPUTS[k]) for k in ("proximal_logprobs", "sampler_logprobs")}
     ours = jax.vmap(jax.vmap(correction.weight))(stats, jnp.asarray(MASK))
     ours = np.where(MASK, ours, 0).reshape(N * G, T)
     np.testing.assert_allclose(ours, PEERS["weights"][name], atol=1e-6)
@@ -221,7 +221,7 @@ def test_the_value_loss_is_verls():
     value = value_loss(1.0, peer["options"]["clip"]).value
     stats = {
         "returns": grouped(peer["options"]["returns"]),
-        "rollout_values": grouped(GIVEN["rollout_values"]),
+        "rollout_values": grouped(INPUTS["rollout_values"]),
     }
 
     @jax.value_and_grad
@@ -232,5 +232,5 @@ def test_the_value_loss_is_verls():
         )
         return total / count
 
-    found, gradient = loss(grouped(GIVEN["values"]))
-    assert_equals(peer, float(found), np.asarray(gradient).reshape(N * G, T))
+    mean_loss, gradient = loss(grouped(INPUTS["values"]))
+    assert_equals(peer, float(mean_loss), np.asarray(gradient).reshape(N * G, T))

@@ -365,8 +365,8 @@ def test_weight_1_is_reinforce_with_rewards_of_1_and_minus_1():
 
 def test_the_halves_add_up():
     d = ragged(0, binary=True, g=5)
-    whole, wrong, right = (run(m, d)[1]["logprobs"] for m in (W_REINFORCE, NSR, PSR))
-    np.testing.assert_allclose(whole, wrong + 0.1 * right, atol=1e-7)
+    total, wrong, right = (run(m, d)[1]["logprobs"] for m in (W_REINFORCE, NSR, PSR))
+    np.testing.assert_allclose(total, wrong + 0.1 * right, atol=1e-7)
     assert not wrong[d.rewards > 0.5].any()
     assert not right[d.rewards <= 0.5].any()
     assert wrong.any()

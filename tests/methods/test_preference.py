@@ -108,10 +108,10 @@ def test_pair_losses_are_the_papers(case):
 
 def test_aot_compares_sorted_log_ratios():
     def reference(d, frozen):
-        found, start = pairs_of(d), pairs_of(frozen)
+        pairs, start = pairs_of(d), pairs_of(frozen)
         order = np.argsort([w.start - l.start for w, l in start])
         refs = sorted(w.ref - l.ref for w, l in start)
-        u = [found[k][0].lp - found[k][1].lp for k in order]
+        u = [pairs[k][0].lp - pairs[k][1].lp for k in order]
         losses = [softplus(-0.1 * (x - y)) for x, y in zip(u, refs, strict=True)]
         return sum(losses) / max(len(losses), 1)
 
@@ -123,8 +123,8 @@ def test_unpaired_aot_is_that_of_the_sorted_rewards_at_the_start_of_a_step():
         d.proximal_logprobs = d.logprobs.copy()
 
     def reference(d, frozen):
-        found = pairs_of(d)
-        high, low = (sorted(pair[k].h for pair in found) for k in (0, 1))
+        pairs = pairs_of(d)
+        high, low = (sorted(pair[k].h for pair in pairs) for k in (0, 1))
         losses = [softplus(-0.1 * (x - y)) for x, y in zip(high, low, strict=True)]
         return sum(losses) / max(len(losses), 1)
 
@@ -136,8 +136,8 @@ def test_reward_augmented_dpo_prefers_the_score_nearest_to_the_goal():
         d.ids["goal"] = rng.integers(-1, 2, len(d.rewards))
 
     def reference(d, frozen):
-        found = pairs_of(d, -((d.ids["goal"][:, None] - d.rewards) ** 2))
-        return sum(dpo(w, l, 0.01) for w, l in found) / max(len(found), 1)
+        pairs = pairs_of(d, -((d.ids["goal"][:, None] - d.rewards) ** 2))
+        return sum(dpo(w, l, 0.01) for w, l in pairs) / max(len(pairs), 1)
 
     check(get_method("reward_augmented_dpo"), reference, prepare=with_goals)
 
@@ -230,11 +230,11 @@ def test_kto_at_a_given_divergence_is_trls():
     loss, gradient = peer("kto")
     d, options = trl_batch(), TRL["kto"]["options"]
     method = get_method("kto", undesirable=options["undesirable_weight"])
-    given = transforms.stateless(
+    write_shift = transforms.stateless(
         lambda scores, batch: (scores, write(batch, "shift", jnp.float32(options["kl"])))
     )
-    told = transforms.chain(method.objective.advantage, given)
-    got, gradients = run(replaced(method, advantage=told), d)
+    shifted = transforms.chain(method.objective.advantage, write_shift)
+    got, gradients = run(replaced(method, advantage=shifted), d)
     assert got == pytest.approx(loss, abs=1e-6)
     np.testing.assert_allclose(gradients["logprobs"], gradient, atol=2e-6)
 
@@ -408,8 +408,8 @@ def mcts_loss(d, frozen, beta=0.2):
         a, b = beta * w.h, beta * l.h
         return (1 - alpha) * softplus(b - a) + alpha * softplus(a - b)
 
-    found = [of_pair(w, l) for w, l in pairs_of(d)]
-    return sum(found) / max(len(found), 1)
+    losses = [of_pair(w, l) for w, l in pairs_of(d)]
+    return sum(losses) / max(len(losses), 1)
 
 
 def test_mcts_dpo_trusts_a_pair_by_its_visits():

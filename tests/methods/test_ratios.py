@@ -154,11 +154,11 @@ def dppo_loss(kind, limit, cap=2.0):
 
         def of_token(*at):
             p, q = (min(np.exp(x[at]), 1.0) for x in (frozen.logprobs, d.sampler_logprobs))
-            moved = abs(p - q)
+            divergence = abs(p - q)
             if kind == "kl":
-                moved = q * -log_ratio(frozen, at)
-                moved += (1 - q) * np.log((1 - q + 1e-8) / (1 - p + 1e-8))
-            if moved > limit and (p > q if a[at[:2]] > 0 else p < q):
+                divergence = q * -log_ratio(frozen, at)
+                divergence += (1 - q) * np.log((1 - q + 1e-8) / (1 - p + 1e-8))
+            if divergence > limit and (p > q if a[at[:2]] > 0 else p < q):
                 return 0.0
             return -min(ratio(frozen, at), cap) * a[at[:2]] * d.logprobs[at]
 
@@ -179,11 +179,11 @@ def covariances(d):
 
 
 def clip_cov_loss(d, frozen, low=0.05, high=0.6):
-    held = {at for at, c in covariances(d).items() if low < c < high}
+    clipped = {at for at, c in covariances(d).items() if low < c < high}
     a = standard_score(d)
 
     def of_token(*at):
-        return 0.0 if at in held else clipped_loss(ratio(d, at), a[at[:2]])
+        return 0.0 if at in clipped else clipped_loss(ratio(d, at), a[at[:2]])
 
     return mean_over(d, of_token, "tokens")
 
@@ -194,8 +194,8 @@ def kl_cov_loss(d, frozen, fraction=0.3, penalty=0.7):
     a = standard_score(d)
 
     def of_token(*at):
-        held = penalty * abs(log_ratio(d, at)) if at in marked else 0.0
-        return -ratio(d, at) * a[at[:2]] + held
+        penalised = penalty * abs(log_ratio(d, at)) if at in marked else 0.0
+        return -ratio(d, at) * a[at[:2]] + penalised
 
     return mean_over(d, of_token, "tokens")
 
@@ -391,9 +391,9 @@ def test_token_mean_of_an_off_policy_batch_is_cut():
         wide = dict.fromkeys(coefficients, 50.0)
         d = ragged(2, spread=1.0)
         lower(d, None)
-        _, cut = run(get_method(name, **coefficients), d)
-        _, whole = run(get_method(name, **wide), d)
-        assert np.abs(cut["logprobs"] - whole["logprobs"]).max() > 1e-3
+        _, masked = run(get_method(name, **coefficients), d)
+        _, uncut = run(get_method(name, **wide), d)
+        assert np.abs(masked["logprobs"] - uncut["logprobs"]).max() > 1e-3
 
 
 # ---------------------------------------------------------------- identities
@@ -437,10 +437,10 @@ def test_gspo_is_grpo_at_length_one():
 def test_gspo_token_has_the_gradient_of_gspo():
     d = ragged(6)
     bounds = {"clip_low": 0.05, "clip_high": 0.1}
-    _, whole = run(get_method("gspo", **bounds), d)
+    _, sequence = run(get_method("gspo", **bounds), d)
     token = get_method("gspo_token", **bounds)
     _, single = run(token, d)
-    np.testing.assert_allclose(whole["logprobs"], single["logprobs"], atol=1e-6)
+    np.testing.assert_allclose(sequence["logprobs"], single["logprobs"], atol=1e-6)
 
 
 def test_gmpo_at_length_one_clipped_at_the_same_ratios_is_grpo():
@@ -586,7 +586,7 @@ def test_no_ratio_of_dcpo_counts_above_ten(q, a, r, loss, slope):
 def test_dcpos_advantages_remember_the_prompt():
     method = get_method("dcpo", slots=1024)
     apply = jax.jit(partial(compute_advantages, method.objective))
-    state, seen, visits = method.objective.init(), {}, {}
+    state, rewards_by_prompt, visits = method.objective.init(), {}, {}
     rng = np.random.default_rng(0)
     for visit in range(4):
         d = ragged(visit, binary=True, n=4)
@@ -597,16 +597,19 @@ def test_dcpos_advantages_remember_the_prompt():
         advantages, _, state, _ = apply(as_batch(d), state)
         ids, now = d.ids["prompt"].tolist(), standard_score(d)
         for n, key in enumerate(ids):
-            seen[key] = [*seen.get(key, []), *d.rewards[n][d.members[n]]]
+            rewards_by_prompt[key] = [*rewards_by_prompt.get(key, []), *d.rewards[n][d.members[n]]]
         for key in {key for n, key in enumerate(ids) if members_of(d, n)}:
             visits[key] = visits.get(key, 0) + 1
         for n, key in enumerate(ids):
-            live, i, ever = members_of(d, n), visits.get(key), np.array(seen[key])
+            live, i, ever = members_of(d, n), visits.get(key), np.array(rewards_by_prompt[key])
             if not live:
                 continue
             spread = ever.std(ddof=1) if len(ever) > 1 else 0.0
-            whole = (d.rewards[n, live] - ever.mean()) / (spread + 1e-6)
-            one, two = ((i - 1) * now[n, live] + whole) / i, (now[n, live] + (i - 1) * whole) / i
+            overall = (d.rewards[n, live] - ever.mean()) / (spread + 1e-6)
+            one, two = (
+                ((i - 1) * now[n, live] + overall) / i,
+                (now[n, live] + (i - 1) * overall) / i,
+            )
             expected = np.where(abs(one) < abs(two), one, two)
             np.testing.assert_allclose(advantages[n, live, 0], expected, rtol=1e-4, atol=1e-4)
     assert max(visits.values()) > 2

@@ -175,7 +175,7 @@ def test_rest_mcts_is_the_papers():
 
 def test_a_right_solution_rises_to_1_in_equal_steps():
     steps, mask = jnp.array([0, 0, 1, 2, 3]), jnp.ones(5, bool)
-    found = quality_values(jnp.ones(5), steps, mask)
-    np.testing.assert_allclose(found, [0.25, 0.25, 0.5, 0.75, 1.0], rtol=1e-6)
+    values = quality_values(jnp.ones(5), steps, mask)
+    np.testing.assert_allclose(values, [0.25, 0.25, 0.5, 0.75, 1.0], rtol=1e-6)
     wrong = quality_values(jnp.array([1.0, 1.0, -1.0, 1.0, 1.0]), steps, mask)
     np.testing.assert_allclose(wrong, [0.25, 0.25, 0.0, 0.5, 1.0], atol=1e-6)

@@ -118,10 +118,10 @@ def softmax(x):
 def test_otr_is_the_expected_loss_of_one_drawn_token(rollout_loss):
     loss = rollout_loss(-0.2, 1.5)
     logits = np.random.default_rng(1).normal(size=5)
-    drawn, rewards = softmax(logits / 1.5), np.array([-0.2, -0.2, -0.2, 1.0, -0.2])
+    probs, rewards = softmax(logits / 1.5), np.array([-0.2, -0.2, -0.2, 1.0, -0.2])
 
     def reference(x):
-        return -(drawn * rewards * np.log(softmax(x))).sum()
+        return -(probs * rewards * np.log(softmax(x))).sum()
 
     value, slope = loss(jnp.asarray(logits, jnp.float32), 3)
     assert value == pytest.approx(reference(logits), rel=1e-5)
@@ -139,11 +139,11 @@ def test_otr_s_gradient_is_dft_s_up_to_a_factor(rollout_loss):
 
 def test_otr_never_draws_a_removed_token_and_keeps_a_nan(rollout_loss):
     loss = rollout_loss(-0.3, 2.0)
-    cut = jnp.array([0.5, -jnp.inf, 0.0, 1.0])
-    (value, slope), (small, _) = loss(cut, 3), loss(cut[jnp.array([0, 2, 3])], 2)
+    truncated = jnp.array([0.5, -jnp.inf, 0.0, 1.0])
+    (value, slope), (small, _) = loss(truncated, 3), loss(truncated[jnp.array([0, 2, 3])], 2)
     assert value == pytest.approx(float(small), rel=1e-6)
     assert slope[1] == 0
-    assert np.isnan(loss(cut.at[0].set(jnp.nan), 3)[0])
+    assert np.isnan(loss(truncated.at[0].set(jnp.nan), 3)[0])
 
 
 def test_otr_minimises_its_statistic():
@@ -198,8 +198,8 @@ def test_bfs_prover_keeps_the_steps_of_a_proof_that_a_failure_drew():
     batch = as_batch(d)
     _, after, _ = jax.jit(method.objective.advantage.apply)(batch.score(), batch, ())
     assert after.mask[0].tolist() == [[True, True, False, False], [False, False, True, True]]
-    kept = get_method("filtered_bc", keep=0.5).objective.advantage
-    _, after, _ = jax.jit(kept.apply)(batch.score(), batch, kept.init())
+    advantage = get_method("filtered_bc", keep=0.5).objective.advantage
+    _, after, _ = jax.jit(advantage.apply)(batch.score(), batch, advantage.init())
     assert after.mask[0].tolist() == [[True, True, False, False], [False, False, True, True]]
 
 
@@ -347,10 +347,10 @@ def test_nft_on_right_answers_is_fine_tuning():
 
 def groups(d):
     """(prompt, its live members that have tokens) of the groups with any."""
-    found = {}
+    members = {}
     for n, i, _ in sequences(d):
-        found.setdefault(n, []).append(i)
-    return found
+        members.setdefault(n, []).append(i)
+    return members
 
 
 def scores_of(d, n, beta, mu="sampler_logprobs"):
@@ -419,6 +419,6 @@ def test_a_nan_reward_reaches_the_loss_of_its_group():
     n, i, _ = imitated(d)[0]
     batch = as_batch(d)
     for method in (NFT, get_method("w_reinforce"), PACS):
-        broken = batch.replace(rewards=batch.rewards.at[n, i].set(np.nan))
-        loss, _ = loss_and_gradient(method, broken, live_statistics(method, d))
+        with_nan = batch.replace(rewards=batch.rewards.at[n, i].set(np.nan))
+        loss, _ = loss_and_gradient(method, with_nan, live_statistics(method, d))
         assert np.isnan(loss)

@@ -61,17 +61,19 @@ def assert_close(got, expected, what):
 
 def test_a_method_describes_itself(name):
     published, method = all_methods()[name], example(name)
-    told = published.describe()
+    description = published.describe()
     prose = " ".join((published.__doc__ or "").split())
-    assert told["paper"], "the docstring holds the paper's exact title"
-    assert told["arxiv"] is not None or "arxiv" in prose.lower(), "it says why there is no id"
-    assert told["summary"].endswith(".")
-    assert told["family"]
-    assert told["seams"] == list(method.seams)
-    assert told["min_group"] >= 1
+    assert description["paper"], "the docstring holds the paper's exact title"
+    assert description["arxiv"] is not None or "arxiv" in prose.lower(), (
+        "it says why there is no id"
+    )
+    assert description["summary"].endswith(".")
+    assert description["family"]
+    assert description["seams"] == list(method.seams)
+    assert description["min_group"] >= 1
     unknown = method.objective.needs - set(STATISTICS)
     assert unknown <= {statistic.name for statistic in method.objective.statistics}
-    for coefficient in told["coefficients"]:
+    for coefficient in description["coefficients"]:
         assert coefficient["domain"]
 
 
@@ -160,19 +162,19 @@ def test_a_nan_that_is_read_is_reported(name):
     slope = sum(np.abs(x) for x in base["gradients"].values())
     read = [key for key, x in base["gradients"].items() if x.any()]
     assert read, "the loss has no gradient at all"
-    broken = {}
+    inputs = {}
     for key in read:
         at = np.unravel_index(np.argmax(np.abs(base["gradients"][key])), slope.shape)
         spoiled = trained[key].copy()
         spoiled[at] = np.nan
-        broken[key] = ({**trained, key: spoiled}, batch, EVERYONE)
+        inputs[key] = ({**trained, key: spoiled}, batch, EVERYONE)
     if other["loss"] != base["loss"]:  # the rewards are read, of the policy's own samples at least
-        own = (slope * (1 - batch.stats["external"])).sum(2)
-        at = np.unravel_index(np.argmax(own if own.any() else slope.sum(2)), own.shape)
+        slopes = (slope * (1 - batch.stats["external"])).sum(2)
+        at = np.unravel_index(np.argmax(slopes if slopes.any() else slope.sum(2)), slopes.shape)
         rewards = batch.rewards.copy()
         rewards[at] = np.nan
-        broken["rewards"] = (trained, batch.replace(rewards=rewards), EVERYONE)
-    for key, out in zip(broken, side_by_side(name, list(broken.values())), strict=True):
+        inputs["rewards"] = (trained, batch.replace(rewards=rewards), EVERYONE)
+    for key, out in zip(inputs, side_by_side(name, list(inputs.values())), strict=True):
         assert np.isnan(out["loss"]), f"NaN {key}: loss {out['loss']}"
         assert out["nonfinite"] > 0, f"NaN {key}"
 
@@ -195,4 +197,4 @@ def test_twenty_steps_stay_finite_and_move_the_right_way(name):
             chain.train(name)
         return
     metrics = chain.assert_learns(name, *chain.train(name))
-    assert not any(noted["nonfinite"] for noted in metrics)
+    assert not any(step_metrics["nonfinite"] for step_metrics in metrics)

@@ -46,14 +46,14 @@ def train(name):
         "optimizer": OPTIMIZER,
         "value": VALUES if method.value else None,
     }
-    given = {key: frozen(key) for key in objective.frozen}
-    state = init_state(jax.random.key(0), {"table": start()}, **common, frozen=given)
+    frozen_params = {key: frozen(key) for key in objective.frozen}
+    state = init_state(jax.random.key(0), {"table": start()}, **common, frozen=frozen_params)
     step = jax.jit(make_step(**common, schedule=schedule))
     metrics = []
     for i in range(STEPS):
         batch = batch_of(method, i, state.params["policy"]["table"])
-        state, noted = step(state, batch, SAMPLING)
-        metrics.append(jax.device_get(noted))
+        state, step_metrics = step(state, batch, SAMPLING)
+        metrics.append(jax.device_get(step_metrics))
     return expected_reward(start()), expected_reward(state.params["policy"]["table"]), metrics
 
 
@@ -66,7 +66,7 @@ def train(name):
 )
 def test_the_librarys_step_moves_the_right_way(name):
     metrics = assert_learns(name, *train(name))
-    assert not any(noted["skipped_updates"] for noted in metrics)
+    assert not any(step_metrics["skipped_updates"] for step_metrics in metrics)
 
 
 # ---------------------------------------------------------------- whole runs
@@ -74,7 +74,7 @@ def test_the_librarys_step_moves_the_right_way(name):
 
 def representatives():
     """One method of each family that a run on the device alone can hold, by family."""
-    found = {}
+    names = {}
     for name in NAMES:
         method = example(name)
         between = method.curriculum is not None and method.curriculum.between is not None
@@ -82,8 +82,8 @@ def representatives():
         on_host |= "questions" in method.needs  # made of texts
         alone = not on_host and method.objective.frozen <= {"ref"}
         if method.draw.samples and alone and not out_of_reach(name):
-            found.setdefault(all_methods()[name].family, name)
-    return found
+            names.setdefault(all_methods()[name].family, name)
+    return names
 
 
 @pytest.mark.slow

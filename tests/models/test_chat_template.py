@@ -112,7 +112,7 @@ WORK = {
     "{{ ('a,' * 2500000).split(',') | unique | list }}": "split of a text of 5000000 characters",
     "{{ ('a ' * 20000).split() | map('center', 100000) | list | length }}": "it ",
 }
-"""What Python does in one step, between two looks at the clock."""
+"""Work of Python in one step, between two checks of the clock."""
 
 
 @pytest.mark.parametrize("template", WORK)

@@ -22,10 +22,10 @@ def test_device_i_keeps_part_i_of_the_sum_and_gets_the_parts_in_order(line, monk
 
     by_device = PartitionSpec("fsdp")
     run = jax.shard_map(local, mesh=mesh, in_specs=by_device, out_specs=(by_device, by_device))
-    parts, whole = jax.jit(run)(x)
+    parts, gathered = jax.jit(run)(x)
     total = np.asarray(x).sum(0)
     np.testing.assert_array_equal(jnp.concatenate(list(parts), axis=1), total)
-    np.testing.assert_array_equal(whole, np.broadcast_to(total, whole.shape))
+    np.testing.assert_array_equal(gathered, np.broadcast_to(total, gathered.shape))
     steps = str(jax.make_jaxpr(run)(x))
     for kind in ("reduce_scatter[", "all_gather["):
         assert steps.count(kind) == (1 if line == 8 else 2)

@@ -18,7 +18,7 @@ BASE = ModelConfig(
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("changes", "message"),
     [
         ({"layers": 0}, "model.config.layers = 0"),
         ({"kv_heads": 3}, "model.config.kv_heads = 3"),
@@ -37,8 +37,8 @@ BASE = ModelConfig(
         ({"window_pattern": ()}, "model.config.window_pattern"),
     ],
 )
-def test_errors_name_the_field(changes, named):
-    with pytest.raises(UserError, match=named.replace("(", r"\(")):
+def test_errors_name_the_field(changes, message):
+    with pytest.raises(UserError, match=message.replace("(", r"\(")):
         dataclasses.replace(BASE, **changes)
 
 

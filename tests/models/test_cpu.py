@@ -44,10 +44,10 @@ def exact(spec, x, w):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_large_products_are_the_exact_ones(spec, x_shape, w_shape, dtype):
     x, w = operands(x_shape, w_shape, dtype)
-    made = _large(spec, x, w)
-    assert made is not None
-    assert made.dtype == jnp.float32
-    np.testing.assert_allclose(made, exact(spec, x, w), atol=2e-4)
+    product = _large(spec, x, w)
+    assert product is not None
+    assert product.dtype == jnp.float32
+    np.testing.assert_allclose(product, exact(spec, x, w), atol=2e-4)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,8 @@ def times(x, w):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_transposed_weight_multiplies_as_it_is(rows, heads, atol, dtype):
     x, w = operands((rows, 1, heads, 8), (heads, 8, 32 * heads // 4), dtype)
-    made, full = jax.jit(times)(x, w), exact("bqhk,hkd->bqd", x, w)
-    np.testing.assert_allclose(made, full, atol=atol)
+    product, full = jax.jit(times)(x, w), exact("bqhk,hkd->bqd", x, w)
+    np.testing.assert_allclose(product, full, atol=atol)
 
 
 @pytest.mark.parametrize("rows", [2, 5, VERY_FEW, VERY_FEW + 1])

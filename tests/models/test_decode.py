@@ -63,7 +63,7 @@ def sampler(gather, mesh=None):
 
 
 @functools.cache
-def drawn(gather):
+def decode_costs(gather):
     """Tokens on eight devices, and the collectives of before and in the token loop, by axis."""
     mesh = make_mesh({"fsdp": 4, "tensor": 2})
     with jax.set_mesh(mesh):
@@ -74,35 +74,37 @@ def drawn(gather):
     costs = program_costs(compiled.as_text(), list(mesh.shape.values()))
     before, loop = [cost for cost in costs if cost.flops]  # prefill; a token
 
-    def sent(cost, axis):
+    def bytes_of(cost, axis):
         at, size = (list(mesh.shape).index(axis),), mesh.shape[axis]
         return {c.kind: c.bytes for c in cost.collectives if c.axes == at and c.size == size}
 
-    return tokens, sent(before, "fsdp"), sent(loop, "fsdp"), sent(loop, "tensor")
+    return tokens, bytes_of(before, "fsdp"), bytes_of(loop, "fsdp"), bytes_of(loop, "tensor")
 
 
 def test_no_token_waits_for_weights_that_the_mesh_divides():
     # three quarters of both layers' matrices and of the head, halved over tensor
     matrices = 2 * (32 * (4 + 2 + 2 + 4) * 8 + 3 * 32 * 64) + 32 * 64
     least = 4 * matrices / 2 * 3 / 4
-    _, before, loop, _ = drawn(True)
+    _, before, loop, _ = decode_costs(True)
     assert before["all-gather"] > least
     assert not loop  # nor does one for what other devices keep: rows of the cache, norms
-    _, before, loop, _ = drawn(False)
+    _, before, loop, _ = decode_costs(False)
     assert loop["all-gather"] > 0.9 * least
 
 
 def test_devices_that_divide_the_vocabulary_keep_their_logits():
-    sent = drawn(True)[3]
+    bytes_by_kind = decode_costs(True)[3]
     half = 2 * 64 * 4 / 2  # bytes, of the logits of a device's rows
-    assert sent["all-reduce"] > 0  # what layers and the draw add up
-    assert sent.get("all-gather", 0) + sent.get("collective-permute", 0) < half / 2
+    assert bytes_by_kind["all-reduce"] > 0  # what layers and the draw add up
+    assert (
+        bytes_by_kind.get("all-gather", 0) + bytes_by_kind.get("collective-permute", 0) < half / 2
+    )
 
 
 @pytest.mark.parametrize("gather", [True, False])
 def test_gathered_weights_draw_what_one_device_draws(gather):
     program, args = sampler(True)
-    np.testing.assert_array_equal(drawn(gather)[0], program(*args)[0].tokens)
+    np.testing.assert_array_equal(decode_costs(gather)[0], program(*args)[0].tokens)
 
 
 # ---------------------------------------------------------------- the cache
@@ -166,10 +168,10 @@ def test_what_is_drawn_is_the_same_however_it_is_written(kind, monkeypatch):
     expected = tokens_of(each, params(each), slots=SlotPlan(shrink=False))
     assert (expected.lengths > 16).sum() > 2
     assert (expected.lengths < 16).any()
-    found = [tokens_of(together, params(each), slots=SlotPlan(shrink=kind == "dense"))]
+    samples = [tokens_of(together, params(each), slots=SlotPlan(shrink=kind == "dense"))]
     monkeypatch.setattr(decoding, "caches_in_tiles", lambda how: True)
-    found.append(tokens_of(each, params(each), slots=SlotPlan(3, shrink=False)))
-    for got in found:
+    samples.append(tokens_of(each, params(each), slots=SlotPlan(3, shrink=False)))
+    for got in samples:
         for name in ("lengths", "stop", "versions"):
             assert np.array_equal(getattr(got, name), getattr(expected, name)), name
         # What lies behind an end is what was in the slot before.
@@ -189,12 +191,12 @@ def test_rows_that_began_together_continue_apart():
     run = functools.partial(decode, network=network, steps=20, stop_tokens=())
 
     @functools.partial(jit, static_argnums=0)
-    def drawn_twice(aligned, params):
+    def sample_twice(aligned, params):
         weights = network.prepare(params)
         store = prefill(weights, prompts(), LENGTHS, network=network)
-        held = share(store, LENGTHS - 1, G, network=network, weights=weights, length=T)
+        prefilled = share(store, LENGTHS - 1, G, network=network, weights=weights, length=T)
         slots = start(
-            held,
+            prefilled,
             np.repeat(prompts(), G, axis=0),
             np.repeat(LENGTHS, G),
             sequence_keys(jax.random.key(1), np.arange(N), G).reshape(-1),
@@ -208,7 +210,7 @@ def test_rows_that_began_together_continue_apart():
         slots = extend(weights, rewind(slots, lengths), tool, np.arange(N * G) % 4, network=network)
         return run(weights, slots, jnp.int32(2))[0]
 
-    one, other = (drawn_twice(aligned, params(network)) for aligned in (False, True))
+    one, other = (sample_twice(aligned, params(network)) for aligned in (False, True))
     for name in ("tokens", "lengths", "versions", "mask"):
         assert np.array_equal(getattr(one, name), getattr(other, name)), name
     np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
@@ -220,7 +222,7 @@ def test_rows_that_began_together_continue_apart():
 def test_float32_activations_leave_16_bit_weights_in_16_bits(sizes):
     """And compute what they do on the same weights in float32, bit for bit."""
     config = dataclasses.replace(CONFIG, param_dtype="bfloat16", **sizes)
-    whole = dataclasses.replace(config, param_dtype="float32")
+    wide_config = dataclasses.replace(config, param_dtype="float32")
     params = transformer(config).init(jax.random.key(0))
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     prompts = jax.random.randint(jax.random.key(1), (4, 8), 0, 64)
@@ -239,6 +241,6 @@ def test_float32_activations_leave_16_bit_weights_in_16_bits(sizes):
     assert {x.dtype.name for x in matrices} == {"bfloat16"}
     assert {x.dtype.name for x in jax.tree.leaves(cache)} == {"float32"}
     assert logits.dtype == jnp.float32
-    np.testing.assert_array_equal(logits, run(wide, whole)[2])
+    np.testing.assert_array_equal(logits, run(wide, wide_config)[2])
     rough = run(params, dataclasses.replace(config, dtype="bfloat16"))[2]
     assert np.abs(logits - rough).max() > 1e-3

@@ -43,10 +43,10 @@ def test_pairs_are_those_that_a_causal_mask_lets_through(window):
     sizes = Lengths(prompts=1, group=2, prompt=4, new=5)
     model = SMALL if window is None else ModelConfig(**vars_of(SMALL) | {"window": window})
     place = np.arange(9)
-    seen = place[:, None] >= place[None]
+    visible = place[:, None] >= place[None]
     if window is not None:
-        seen &= place[:, None] - place[None] < window
-    assert attention_pairs(model, sizes) == 3 * (seen[:4].sum() + 2 * seen[4:].sum())
+        visible &= place[:, None] - place[None] < window
+    assert attention_pairs(model, sizes) == 3 * (visible[:4].sum() + 2 * visible[4:].sum())
 
 
 def vars_of(config):

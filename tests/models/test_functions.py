@@ -43,10 +43,10 @@ def network(function=logits, **more):
 def test_functions_give_what_the_module_gives():
     params = init(jax.random.key(0))
     module = linen_network(Module(), vocab_size=V, max_length=MAX)
-    found, want = (
+    hidden, want = (
         each.hidden(params, TOKENS, POSITIONS, SEGMENTS)[0] for each in (network(), module)
     )
-    np.testing.assert_allclose(found, want, atol=1e-6)
+    np.testing.assert_allclose(hidden, want, atol=1e-6)
     assert np.abs(want).max() > 0.1
     assert jax.tree.structure(network().axes(), is_leaf=lambda x: isinstance(x, tuple)) == (
         jax.tree.structure(module.axes(), is_leaf=lambda x: isinstance(x, tuple))
@@ -57,10 +57,10 @@ def test_one_sequence_a_row_needs_tokens_alone():
     """A gap between prompt and completion is closed for a function that knows columns only."""
     dense = network(lambda params, tokens: logits(params, tokens, None, tokens + 1), packed=False)
     params = init(jax.random.key(1))
-    whole, _ = dense.hidden(params, TOKENS[:1, :3], POSITIONS[:1, :3], SEGMENTS[:1, :3])
-    apart = (jnp.array([[3, 0, 1, 4]]), jnp.array([[0, 0, 1, 2]]), jnp.array([[1, 0, 1, 1]]))
-    found, _ = dense.hidden(params, *apart)
-    np.testing.assert_allclose(found[0, [0, 2, 3]], whole[0], atol=1e-6)
+    alone, _ = dense.hidden(params, TOKENS[:1, :3], POSITIONS[:1, :3], SEGMENTS[:1, :3])
+    with_gap = (jnp.array([[3, 0, 1, 4]]), jnp.array([[0, 0, 1, 2]]), jnp.array([[1, 0, 1, 1]]))
+    packed_hidden, _ = dense.hidden(params, *with_gap)
+    np.testing.assert_allclose(packed_hidden[0, [0, 2, 3]], alone[0], atol=1e-6)
 
 
 def test_parameters_lie_where_their_axes_say():

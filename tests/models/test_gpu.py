@@ -59,7 +59,7 @@ def cache(draw, rows, heads, columns, size, in_8_bits):
     return {"k": k, "v": v} | scales
 
 
-def plain_step(x, own, prompt, turn, reach, how):
+def plain_step(x, cache, prompt, turn, reach, how):
     """Norms, rotation, the cache's write and attention, by the functions of other platforms."""
     s, heads, per_head, size = x.shape
     group = per_head - 2
@@ -78,11 +78,11 @@ def plain_step(x, own, prompt, turn, reach, how):
     k = rotate(k, turn.cos[:, None], turn.sin[:, None])
     column, position = reach.columns[:, None], reach.positions
     new = {"k": k[:, :, None], "v": v[:, :, None]}
-    own = write(own, new, column, column >= 0)
+    cache = write(cache, new, column, column >= 0)
     window = how.window or 2**30
-    back = column[:, :, None] - jnp.arange(own["k"].shape[2])[None, None]
-    scales = own.get("k_scale"), own.get("v_scale")
-    parts = [Part(own["k"], own["v"], (back >= 0) & (back < window), None, *scales)]
+    back = column[:, :, None] - jnp.arange(cache["k"].shape[2])[None, None]
+    scales = cache.get("k_scale"), cache.get("v_scale")
+    parts = [Part(cache["k"], cache["v"], (back >= 0) & (back < window), None, *scales)]
     if prompt is not None:
         n, columns = prompt["k"].shape[0], jnp.arange(prompt["k"].shape[2])[None, None]
         lengths = jnp.repeat(reach.lengths, s // n)[:, None, None]
@@ -90,7 +90,7 @@ def plain_step(x, own, prompt, turn, reach, how):
         scales = prompt.get("k_scale"), prompt.get("v_scale")
         parts.append(Part(prompt["k"], prompt["v"], mask, None, *scales))
     q = q.reshape(s, 1, heads * group, size)
-    return attend_parts(q, parts, scale=how.scale, softcap=how.softcap)[:, 0], own
+    return attend_parts(q, parts, scale=how.scale, softcap=how.softcap)[:, 0], cache
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_step_of_attention_is_the_plain_one(
     draw, size, rng = numbers(0), 32, np.random.default_rng(1)
     how = Scores(BF16, 0.3, **how)
     x = draw(rows, heads, group + 2, size)
-    own = cache(draw, rows, heads, columns, size, in_8_bits)
+    row_cache = cache(draw, rows, heads, columns, size, in_8_bits)
     prompt = cache(draw, prompts, heads, width, size, in_8_bits) if prompts else None
     column = jnp.asarray(rng.integers(1, columns, rows), jnp.int32).at[-1].set(columns - 1)
     if rows > 2:  # one that has just begun, and one that has ended
@@ -126,18 +126,20 @@ def test_a_step_of_attention_is_the_plain_one(
         first = jnp.clip(earliest - how.window + 1, 0, lengths)
     reach = Reach(column, position, first, lengths)
     halves = jnp.stack([x.astype(jnp.float32) / 2] * 2)  # parts of a product
-    seen, new = attend_cache(halves, own, prompt, turn, reach, how=how, interpret=True)
-    want, stored = plain_step(x, own, prompt, turn, reach, how)
+    out, new = attend_cache(halves, row_cache, prompt, turn, reach, how=how, interpret=True)
+    want, stored = plain_step(x, row_cache, prompt, turn, reach, how)
     live = np.asarray(column >= 0)
-    wanted, actual = (np.asarray(a, np.float32)[live] for a in (want, seen))
-    assert np.linalg.norm(actual - wanted) < 6e-3 * np.linalg.norm(wanted)
-    assert np.isfinite(np.asarray(seen, np.float32)).all()
-    for name in own:  # of 8 bits one step, where a tie is rounded the other way
+    reference, actual = (np.asarray(a, np.float32)[live] for a in (want, out))
+    assert np.linalg.norm(actual - reference) < 6e-3 * np.linalg.norm(reference)
+    assert np.isfinite(np.asarray(out, np.float32)).all()
+    for name in row_cache:  # of 8 bits one step, where a tie is rounded the other way
         off = 1 if in_8_bits and "scale" not in name else 0.04
-        wanted, entry = (np.asarray(a[name], np.float32) for a in (stored, new))
-        np.testing.assert_allclose(entry, wanted, atol=off)
+        reference, entry = (np.asarray(a[name], np.float32) for a in (stored, new))
+        np.testing.assert_allclose(entry, reference, atol=off)
         if name in "kv":
-            np.testing.assert_array_equal(entry[~live], np.asarray(own[name], np.float32)[~live])
+            np.testing.assert_array_equal(
+                entry[~live], np.asarray(row_cache[name], np.float32)[~live]
+            )
 
 
 def test_products_of_few_rows():
@@ -154,10 +156,10 @@ def test_products_of_few_rows():
         want_8 = np.asarray(x, np.float64) @ np.asarray(short.whole(), np.float64)
         np.testing.assert_allclose(actual, want_8, rtol=1e-4, atol=1e-3)
     # Gate and up in turn, PAIRED columns each.
-    for made, product in ((Weight(w), want), (weight, want_8)):
+    for weights, product in ((Weight(w), want), (weight, want_8)):
         pair = product.reshape(5, -1, 2, PAIRED)
         gate, up = (np.asarray(pair[:, :, i].reshape(5, -1)) for i in (0, 1))
-        out = gated(x, made, jax.nn.silu, interpret=True)
+        out = gated(x, weights, jax.nn.silu, interpret=True)
         silu = gate / (1 + np.exp(-gate)) * up
         np.testing.assert_allclose(out.astype(jnp.float32), silu, rtol=0.03, atol=0.5)
     assert takes_product(64, 128, 192)
@@ -271,13 +273,13 @@ def test_truncation_keeps_what_the_plain_search_keeps(vocab, monkeypatch):
     logits = logits.at[:, 3].set(-jnp.inf).at[:, 7].set(0.0).at[:, 8].set(-0.0)
     uniform = jnp.asarray(rng.uniform(size=rows), jnp.float32)
     params = shaped(rows)
-    kept, (token, logprob) = kept_tokens(logits, params), sample(uniform, logits, params)
-    assert kept[6].sum() == kept[7].sum() == 1
+    kept_mask, (token, logprob) = kept_tokens(logits, params), sample(uniform, logits, params)
+    assert kept_mask[6].sum() == kept_mask[7].sum() == 1
     monkeypatch.setattr(gpu, "draws", lambda logits: True)
     # Rows that keep all keep the forbidden one too, which weighs nothing.
     again = kept_tokens(logits, params) & (logits > -jnp.inf)
     live = np.asarray(params.temperature) > 0
-    np.testing.assert_array_equal(again[live], (kept & (logits > -jnp.inf))[live])
+    np.testing.assert_array_equal(again[live], (kept_mask & (logits > -jnp.inf))[live])
     again, logprob_again = sample(uniform, logits, params)
     np.testing.assert_array_equal(again, token)
     np.testing.assert_allclose(logprob_again, logprob, atol=2e-5)
@@ -300,8 +302,8 @@ def test_devices_that_divide_the_vocabulary_draw_what_one_draws(rows, monkeypatc
     mesh = make_mesh({"data": 2, "tensor": 2})
     with jax.set_mesh(mesh):
         where = NamedSharding(mesh, PartitionSpec("data", "tensor"))
-        apart = jax.device_put(logits, where)
-        several = jax.jit(sample)(uniform, apart, params), jax.jit(kept_tokens)(apart, params)
+        divided = jax.device_put(logits, where)
+        several = jax.jit(sample)(uniform, divided, params), jax.jit(kept_tokens)(divided, params)
     chex.assert_trees_all_equal(jax.device_get(several), jax.device_get(one))
 
 

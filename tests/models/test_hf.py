@@ -217,7 +217,7 @@ def test_attention_weights_equal_the_reference(tmp_path):
     config, params = hf.load(tmp_path)
     tokens = np.random.default_rng(1).integers(0, SHAPE["vocab_size"], (2, 24))
     with torch.no_grad():
-        given = model(torch.tensor(tokens), output_attentions=True).attentions
+        attentions = model(torch.tensor(tokens), output_attentions=True).attentions
     positions = jnp.broadcast_to(jnp.arange(24), (2, 24))
     attention = jax.jit(transformer(config).extras.views.attention)
     got = attention(params, jnp.asarray(tokens), positions, jnp.ones_like(positions))
@@ -225,7 +225,7 @@ def test_attention_weights_equal_the_reference(tmp_path):
     chosen = sorted({round(first + part * (last - first) / 4) for part in range(5)})
     assert chosen[0] == first
     assert chosen[-1] == last
-    expected = np.concatenate([given[i].numpy() for i in chosen], axis=1)
+    expected = np.concatenate([attentions[i].numpy() for i in chosen], axis=1)
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
@@ -234,14 +234,14 @@ def test_attention_weights_equal_the_reference(tmp_path):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """A Llama checkpoint nobody changes; ``copied`` gives a changeable one."""
+    """A Llama checkpoint nobody changes; ``checkpoint`` gives a changeable one."""
     directory = tmp_path_factory.mktemp("llama")
     write_reference(directory, "LlamaForCausalLM", {"head_dim": 12})
     return directory
 
 
 @pytest.fixture
-def copied(llama, tmp_path):
+def checkpoint(llama, tmp_path):
     return pathlib.Path(shutil.copytree(llama, tmp_path / "checkpoint"))
 
 
@@ -360,39 +360,39 @@ def test_config_of_older_releases_means_the_same(case, older, tmp_path):
     assert hf.read_config(tmp_path) == expected
 
 
-def test_export_keeps_unknown_keys_and_tokenizer_files(copied, tmp_path):
-    edit_config(copied, eos_token_id=7, initializer_range=0.123, our_own_note="kept")
-    (copied / "tokenizer.json").write_text("{}")
-    config, params = hf.load(copied)
-    hf.save(tmp_path / "export", config, params, source_dir=copied)
+def test_export_keeps_unknown_keys_and_tokenizer_files(checkpoint, tmp_path):
+    edit_config(checkpoint, eos_token_id=7, initializer_range=0.123, our_own_note="kept")
+    (checkpoint / "tokenizer.json").write_text("{}")
+    config, params = hf.load(checkpoint)
+    hf.save(tmp_path / "export", config, params, source_dir=checkpoint)
     raw = json.loads((tmp_path / "export" / "config.json").read_text())
     assert (raw["eos_token_id"], raw["initializer_range"]) == (7, 0.123)
     assert raw["our_own_note"] == "kept"
     assert (tmp_path / "export" / "tokenizer.json").read_text() == "{}"
     # Again over itself: replaced whole, and the companions are not lost.
-    hf.save(copied, config, params, source_dir=copied)
-    assert (copied / "tokenizer.json").exists()
-    assert_same_tree(hf.load(copied)[1], params)
+    hf.save(checkpoint, config, params, source_dir=checkpoint)
+    assert (checkpoint / "tokenizer.json").exists()
+    assert_same_tree(hf.load(checkpoint)[1], params)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "export"]
 
 
 @pytest.mark.parametrize(
-    ("named", "stop_ids", "written"),
+    ("eos", "stop_ids", "exported_eos"),
     [(7, (7, 9), [7, 9]), ([9, 7], (7, 9), [9, 7]), (None, (7,), 7), (7, (), 7)],
 )
 def test_an_export_names_every_token_that_ends_a_completion(
-    named, stop_ids, written, copied, tmp_path
+    eos, stop_ids, exported_eos, checkpoint, tmp_path
 ):
-    generation = {"temperature": 0.6} | ({} if named is None else {"eos_token_id": named})
-    (copied / "generation_config.json").write_text(json.dumps(generation))
-    config, params = hf.load(copied)
-    hf.save(tmp_path / "export", config, params, source_dir=copied, stop_ids=stop_ids)
+    generation = {"temperature": 0.6} | ({} if eos is None else {"eos_token_id": eos})
+    (checkpoint / "generation_config.json").write_text(json.dumps(generation))
+    config, params = hf.load(checkpoint)
+    hf.save(tmp_path / "export", config, params, source_dir=checkpoint, stop_ids=stop_ids)
     exported = json.loads((tmp_path / "export" / "generation_config.json").read_text())
-    assert exported == {"temperature": 0.6, "eos_token_id": written}
+    assert exported == {"temperature": 0.6, "eos_token_id": exported_eos}
 
 
-def test_save_refuses_what_is_not_a_checkpoint_or_not_this_model(copied, tmp_path):
-    config, params = hf.load(copied)
+def test_save_refuses_what_is_not_a_checkpoint_or_not_this_model(checkpoint, tmp_path):
+    config, params = hf.load(checkpoint)
     other = tmp_path / "thesis"
     other.mkdir()
     (other / "thesis.tex").write_text("years")
@@ -422,7 +422,7 @@ def test_save_refuses_what_is_not_a_checkpoint_or_not_this_model(copied, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("changes", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, "GPT2LMHeadModel.*LlamaFor"),
         ({"architectures": None, "model_type": "phi3"}, "model_type = 'phi3'.*gemma3_text"),
@@ -444,27 +444,27 @@ def test_save_refuses_what_is_not_a_checkpoint_or_not_this_model(copied, tmp_pat
         ({"rope_parameters": {"rope_type": "linear"}}, r"rope_parameters.factor = None"),
     ],
 )
-def test_config_errors_name_key_and_directory(copied, changes, named):
-    (copied / "model.safetensors").unlink()  # found before weights are looked at
-    edit_config(copied, **changes)
-    with pytest.raises(UserError, match=named) as error:
-        hf.load(copied)
-    assert str(copied) in str(error.value)
+def test_config_errors_name_key_and_directory(checkpoint, changes, message):
+    (checkpoint / "model.safetensors").unlink()  # found before weights are looked at
+    edit_config(checkpoint, **changes)
+    with pytest.raises(UserError, match=message) as error:
+        hf.load(checkpoint)
+    assert str(checkpoint) in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("changes", "message"),
     [
         ({"layer_types": ["chunked_attention", "full_attention"]}, "'chunked_attention'"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
         ({"layer_types": ["sliding_attention"] * 2}, "sliding_window is null or off"),
     ],
 )
-def test_layer_type_errors(changes, named):
+def test_layer_type_errors(changes, message):
     from jrl.models.hf.parse import parse
 
     raw = {**SHAPE, "model_type": "qwen3", **changes}
-    with pytest.raises(UserError, match=named):
+    with pytest.raises(UserError, match=message):
         parse(raw)
 
 
@@ -477,71 +477,71 @@ def test_layers_of_another_kind_are_refused_in_every_family(family):
         parse(raw)
 
 
-def test_broken_files_are_named(copied, tmp_path):
-    weights = copied / "model.safetensors"
+def test_broken_files_are_named(checkpoint, tmp_path):
+    weights = checkpoint / "model.safetensors"
     full = weights.read_bytes()
     for part in (full[:-100], full[:50], b"", b"\xff" * 200):
         weights.write_bytes(part)
         with pytest.raises(UserError, match=r"model\.safetensors: truncated or not"):
-            hf.load(copied)
+            hf.load(checkpoint)
     weights.unlink()
     with pytest.raises(UserError, match="has neither model.safetensors nor"):
-        hf.load(copied)
-    (copied / "pytorch_model.bin").write_bytes(b"")
+        hf.load(checkpoint)
+    (checkpoint / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(UserError, match="pickled weights are not read"):
-        hf.load(copied)
-    (copied / "config.json").write_text("{")
+        hf.load(checkpoint)
+    (checkpoint / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json: not valid JSON"):
-        hf.load(copied)
+        hf.load(checkpoint)
     with pytest.raises(UserError, match=r"nowhere/config\.json: no such file"):
         hf.load(tmp_path / "nowhere")
 
 
 def test_a_missing_shard_is_named(tmp_path):
     write_reference(tmp_path, "LlamaForCausalLM", {}, max_shard_size="6KB")
-    lost = sorted(tmp_path.glob("*.safetensors"))[1]
-    lost.unlink()
-    with pytest.raises(UserError, match=f"{lost.name}: no such file"):
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(UserError, match=f"{shard.name}: no such file"):
         hf.load(tmp_path)
 
 
-def test_wrong_tensors_are_named_with_their_keys(copied):
+def test_wrong_tensors_are_named_with_their_keys(checkpoint):
     first = "model.layers.0.self_attn.o_proj.weight"
-    edit_config(copied, num_attention_heads=2)
+    edit_config(checkpoint, num_attention_heads=2)
     with pytest.raises(UserError) as error:
-        hf.load(copied)
+        hf.load(checkpoint)
     message = str(error.value)
     assert first in message
     assert "[32, 48], expected [32, 24]; axis 1" in message
     assert "num_attention_heads x head_dim in config.json" in message
-    edit_config(copied, num_attention_heads=4, attention_bias=True)
+    edit_config(checkpoint, num_attention_heads=4, attention_bias=True)
     with pytest.raises(UserError, match=r"missing tensors 'model.layers.0.self_attn.k_proj.bias'"):
-        hf.load(copied)
-    edit_config(copied, attention_bias=False, num_hidden_layers=1)
+        hf.load(checkpoint)
+    edit_config(checkpoint, attention_bias=False, num_hidden_layers=1)
     with pytest.raises(UserError, match=r"unexpected tensors 'model.layers.1.*num_hidden_layers"):
-        hf.load(copied)
-    edit_config(copied, num_hidden_layers=2)
-    edit_tensors(copied, lambda values: values.pop("lm_head.weight"))
+        hf.load(checkpoint)
+    edit_config(checkpoint, num_hidden_layers=2)
+    edit_tensors(checkpoint, lambda values: values.pop("lm_head.weight"))
     with pytest.raises(UserError, match=r"'lm_head.weight'; for a tied output"):
-        hf.load(copied)
-    edit_tensors(copied, lambda values: values.update({first: np.ones((32, 48), np.int8)}))
+        hf.load(checkpoint)
+    edit_tensors(checkpoint, lambda values: values.update({first: np.ones((32, 48), np.int8)}))
     with pytest.raises(UserError, match="o_proj.weight' has type I8"):
-        hf.load(copied)
+        hf.load(checkpoint)
 
 
-def test_old_leftovers_are_ignored_and_a_false_tie_is_not(copied):
-    expected = hf.load(copied)[1]
+def test_old_leftovers_are_ignored_and_a_false_tie_is_not(checkpoint):
+    expected = hf.load(checkpoint)[1]
     inv_freq = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    edit_tensors(copied, lambda values: values.update({inv_freq: np.ones(6, np.float32)}))
-    assert_same_tree(hf.load(copied)[1], expected)
-    edit_config(copied, tie_word_embeddings=True)
+    edit_tensors(checkpoint, lambda values: values.update({inv_freq: np.ones(6, np.float32)}))
+    assert_same_tree(hf.load(checkpoint)[1], expected)
+    edit_config(checkpoint, tie_word_embeddings=True)
     with pytest.raises(UserError, match=r"lm_head.weight' differs from the embedding"):
-        hf.load(copied)
+        hf.load(checkpoint)
     edit_tensors(
-        copied,
+        checkpoint,
         lambda values: values.update({"lm_head.weight": values["model.embed_tokens.weight"]}),
     )
-    assert "head" not in hf.load(copied)[1]
+    assert "head" not in hf.load(checkpoint)[1]
 
 
 def test_unknown_dtype(llama):

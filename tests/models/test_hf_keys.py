@@ -105,12 +105,12 @@ KEYS = sorted(
 @hypothesis.settings(max_examples=400, deadline=None, database=None)
 def test_any_value_gives_a_model_or_one_line(family, changes):
     raw = SOUND | {"architectures": [FAMILIES[family].architecture], "model_type": family}
-    said = ""
+    message = ""
     try:
         parse(raw | changes)
     except UserError as error:
-        said = str(error)
-    assert "\n" not in said
+        message = str(error)
+    assert "\n" not in message
 
 
 SIZES = {
@@ -137,12 +137,12 @@ def test_types_in_model_config(key, value):
 @hypothesis.given(st.sampled_from(sorted(ModelConfig.__dataclass_fields__)), anything)
 @hypothesis.settings(max_examples=300, deadline=None, database=None)
 def test_any_field_gives_a_model_or_one_line(key, value):
-    said = ""
+    message = ""
     try:
         ModelConfig(**SIZES | {key: value})
     except UserError as error:
-        said = str(error)
-    assert "\n" not in said
+        message = str(error)
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize(

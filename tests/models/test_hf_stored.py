@@ -44,17 +44,17 @@ def test_every_part_is_the_part_of_the_whole(checkpoint):
     _, stored = open_checkpoint(directory)
     rng = np.random.default_rng(1)
 
-    def compare(found, whole):
-        assert isinstance(found, Stored)
-        assert (found.shape, found.dtype) == (whole.shape, whole.dtype)
-        assert np.array_equal(np.asarray(found), whole)
+    def compare(stored, array):
+        assert isinstance(stored, Stored)
+        assert (stored.shape, stored.dtype) == (array.shape, array.dtype)
+        assert np.array_equal(np.asarray(stored), array)
         for _ in range(12):
-            begin = [int(rng.integers(0, n)) for n in whole.shape]
+            begin = [int(rng.integers(0, n)) for n in array.shape]
             index = tuple(
                 slice(b, int(rng.integers(b + 1, n + 1)))
-                for b, n in zip(begin, whole.shape, strict=True)
+                for b, n in zip(begin, array.shape, strict=True)
             )
-            assert np.array_equal(found.read(index), whole[index]), index
+            assert np.array_equal(stored.read(index), array[index]), index
 
     jax.tree.map(compare, stored, params)
 
@@ -87,11 +87,11 @@ def test_no_device_reads_more_than_its_part(checkpoint, monkeypatch):
 
     monkeypatch.setattr(Stored, "read", watched)
     hf.place(open_checkpoint(directory)[1], where)
-    wanted = {
+    expected = {
         x.shape: at.shard_shape(x.shape)
         for x, at in zip(*map(jax.tree.leaves, (params, where)), strict=True)
     }
-    assert dict(most) == wanted
+    assert dict(most) == expected
     assert any(np.prod(part) * 8 == np.prod(shape) for shape, part in most)
 
 

@@ -39,8 +39,8 @@ def noisy(network, seed=0):
     trained, base = network.extras.split.split(params)
     leaves, treedef = jax.tree.flatten(trained)
     keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-    moved = [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
-    return network.extras.split.join(treedef.unflatten(moved), base)
+    perturbed = [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+    return network.extras.split.join(treedef.unflatten(perturbed), base)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -60,8 +60,8 @@ def test_merged_is_unmerged_and_off_is_the_base(base):
     network = with_adapters(NETWORK, CONFIG, lora)
     params = noisy(network)
     assert isinstance(params["layers"]["mlp"]["down"], Adapted)
-    held = params["layers"]["mlp"]["down"].base
-    assert isinstance(held, Quantised) == (base == "int8")
+    weight = params["layers"]["mlp"]["down"].base
+    assert isinstance(weight, Quantised) == (base == "int8")
     out = logits(params)
     np.testing.assert_allclose(logits(plain_policy(params, network)), out, atol=2e-5)
 
@@ -80,11 +80,11 @@ def test_merged_is_unmerged_and_off_is_the_base(base):
 def test_the_gradient_is_that_of_the_merged_weights(base):
     network = with_adapters(NETWORK, CONFIG, Lora(3, 6.0, ("q", "o", "up"), base))
     trained, below = network.extras.split.split(noisy(network))
-    given = np.random.default_rng(1).normal(size=(2, 7, 48)).astype(np.float32)
+    probe = np.random.default_rng(1).normal(size=(2, 7, 48)).astype(np.float32)
 
     @jax.jit
     def gradients(trained):
-        through = lambda t, f: (logits(f(network.extras.split.join(t, below))) * given).sum()  # noqa: E731
+        through = lambda t, f: (logits(f(network.extras.split.join(t, below))) * probe).sum()  # noqa: E731
         separate = jax.grad(through)(trained, lambda params: params)
         return separate, jax.grad(through)(trained, lambda p: plain_policy(p, network))
 
@@ -133,11 +133,11 @@ def test_sampling_draws_from_the_policy_with_its_adapters(case):
         jnp.arange(2),
     )
     rollout, _ = jax.jit(draw)(*args)
-    found = jax.jit(functools.partial(rollout_difference, network=network))(
+    difference = jax.jit(functools.partial(rollout_difference, network=network))(
         params, rollout, make_sampling_params()
     )
-    assert found["max_difference"] < most
-    assert (found["max_difference"] > 1e-3) == (most > 1e-3)
+    assert difference["max_difference"] < most
+    assert (difference["max_difference"] > 1e-3) == (most > 1e-3)
 
 
 def test_kernels_for_gpus_read_caches_beside_adapters_too():

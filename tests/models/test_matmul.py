@@ -40,7 +40,7 @@ def test_parts_of_a_sum_over_devices_are_sent_as_short_as_the_activations(monkey
     x, w = jnp.ones((4, 2, 4), jnp.bfloat16), jnp.ones((4, 4))
 
     monkeypatch.setattr(module, "platform", lambda: "tpu")
-    made = {}
+    counts = {}
     mesh = make_mesh({"tensor": 2, "data": 4}, jax.devices()[:8])
     for axes in (None, ("mlp", "embed"), ("embed", "mlp")):
         with jax.set_mesh(mesh):
@@ -49,8 +49,8 @@ def test_parts_of_a_sum_over_devices_are_sent_as_short_as_the_activations(monkey
             back = partial(module.gradients, "bqd,df->bqf", axes=axes)
             backward = jax.make_jaxpr(back)(x, w, jnp.ones((4, 2, 4), jnp.bfloat16))
         short = "preferred_element_type=bfloat16"
-        made[axes] = [str(jaxpr).count(short) for jaxpr in (forward, backward)]
-    assert made == {None: [0, 0], ("mlp", "embed"): [1, 0], ("embed", "mlp"): [0, 1]}
+        counts[axes] = [str(jaxpr).count(short) for jaxpr in (forward, backward)]
+    assert counts == {None: [0, 0], ("mlp", "embed"): [1, 0], ("embed", "mlp"): [0, 1]}
     monkeypatch.setattr(module, "platform", lambda: "cpu")  # which cannot
     with jax.set_mesh(mesh):
         assert summed_short("bqd,df->bqf", (4, 4), ("embed", "mlp")) is None
@@ -64,18 +64,20 @@ def test_the_gradient_of_a_divided_weight_is_summed_and_divided_at_once(axes):
     w = jax.random.normal(jax.random.key(1), (16, 4))
     probe = jax.random.normal(jax.random.key(2), (8, 2, 4))
 
-    def gradient(x, w, named):
-        return jax.grad(lambda w: (matmul("bqd,df->bqf", x, w, None, named) * probe).sum())(w)
+    def gradient(x, w, names):
+        return jax.grad(lambda w: (matmul("bqd,df->bqf", x, w, None, names) * probe).sum())(w)
 
     with jax.set_mesh(mesh):
-        named = "embed", "mlp"
-        at = NamedSharding(mesh, spec(named))
-        given = jax.device_put(x, NamedSharding(mesh, spec(("batch",)))), jax.device_put(w, at)
-        compiled = jax.jit(partial(gradient, named=named), out_shardings=at).lower(*given).compile()
-        found = compiled(*given)
+        names = "embed", "mlp"
+        at = NamedSharding(mesh, spec(names))
+        arguments = jax.device_put(x, NamedSharding(mesh, spec(("batch",)))), jax.device_put(w, at)
+        compiled = (
+            jax.jit(partial(gradient, names=names), out_shardings=at).lower(*arguments).compile()
+        )
+        result = compiled(*arguments)
     kinds = re.findall(r" (all-reduce|reduce-scatter)(?:-start)?\(", compiled.as_text())
     assert kinds == ["reduce-scatter", *["all-reduce"] * ("data" in axes)]
-    np.testing.assert_allclose(found, gradient(x, w, None), atol=1e-5)
+    np.testing.assert_allclose(result, gradient(x, w, None), atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_the_gradient_of_a_divided_weight_is_summed_and_divided_at_once(axes):
 def test_on_a_gpu_a_product_is_written_as_it_is_rounded(weight, axes, dtypes, monkeypatch):
     """Forward, of the activations, and of the weight; others write float32 and round it."""
 
-    def written(where):
+    def dtypes_on(where):
         monkeypatch.setattr(module, "platform", lambda: where)
         monkeypatch.setattr(cpu, "tuned", lambda dtype: False)
         x, w = jnp.ones((8, 2, 16), jnp.bfloat16), jnp.ones((16, 4), weight)
@@ -103,5 +105,5 @@ def test_on_a_gpu_a_product_is_written_as_it_is_rounded(weight, axes, dtypes, mo
             text = str(jax.make_jaxpr(both)(x, w))
         return re.findall(r"preferred_element_type=(\w+)", text)
 
-    assert written("gpu") == dtypes
-    assert written("tpu") == ["float32"] * 3
+    assert dtypes_on("gpu") == dtypes
+    assert dtypes_on("tpu") == ["float32"] * 3

@@ -33,11 +33,11 @@ def loop(x, router, gate, up, down, norm):
     """Every expert on every token, weighted by zero where it is not visited."""
     probs = jax.nn.softmax(x @ router, axis=-1)
     kth = jnp.sort(probs, axis=-1)[:, -K][:, None]
-    kept = jnp.where(probs >= kth, probs, 0.0)
-    kept = kept / kept.sum(-1, keepdims=True) if norm else kept
+    gates = jnp.where(probs >= kth, probs, 0.0)
+    gates = gates / gates.sum(-1, keepdims=True) if norm else gates
     out = jnp.zeros_like(x)
     for e in range(E):
-        out += kept[:, e : e + 1] * ((jax.nn.silu(x @ gate[e]) * (x @ up[e])) @ down[e])
+        out += gates[:, e : e + 1] * ((jax.nn.silu(x @ gate[e]) * (x @ up[e])) @ down[e])
     return out
 
 
@@ -111,7 +111,7 @@ def test_a_grouped_product_is_a_product_for_each_group(kernel):
     x, _, w, _, _ = weights()
     probe = jax.random.normal(jax.random.key(5), (M, F))
     for rows in ROWS:
-        found, (dx, dw) = grouped(kernel)(x, w, jnp.array(rows, jnp.int32), probe)
+        product, (dx, dw) = grouped(kernel)(x, w, jnp.array(rows, jnp.int32), probe)
         y = np.zeros((M, F))
         expected = np.zeros((M, D)), np.zeros((E, D, F))
         start, arrays = 0, [np.asarray(a, np.float64) for a in (x, w, probe)]
@@ -121,7 +121,7 @@ def test_a_grouped_product_is_a_product_for_each_group(kernel):
             expected[0][at] = arrays[2][at] @ arrays[1][e].T
             expected[1][e] = arrays[0][at].T @ arrays[2][at]
             start += count
-        np.testing.assert_allclose(found, y, atol=1e-5)
+        np.testing.assert_allclose(product, y, atol=1e-5)
         np.testing.assert_allclose(dx, expected[0], atol=1e-5)
         np.testing.assert_allclose(dw, expected[1], atol=1e-5)
 
@@ -138,8 +138,8 @@ def test_blocks_are_as_many_as_the_visited_experts_need():
     rows[[3, 17, 40]] = [1, 9, 2]
     count, block = blocks(jnp.asarray(rows), 8)
     assert int(count) == 4
-    found = [tuple(map(int, block(i))) for i in range(4)]
-    assert found == [(3, 0, 1), (17, 1, 8), (17, 9, 1), (40, 10, 2)]
+    block_list = [tuple(map(int, block(i))) for i in range(4)]
+    assert block_list == [(3, 0, 1), (17, 1, 8), (17, 9, 1), (40, 10, 2)]
 
 
 def test_padding_visits_nobody():
@@ -178,9 +178,9 @@ def test_replayed_experts_get_the_weights_that_the_scores_give_them():
         to = moe.route(
             jnp.asarray(logits), experts_per_token=K, norm_topk_prob=norm, recorded=record
         )
-        own = np.argsort(-logits, axis=1)[:, :K]
-        np.testing.assert_array_equal(to.scored_experts, own)
-        np.testing.assert_array_equal(to.experts, [[4, 0], own[1], [2, 3]])
+        top = np.argsort(-logits, axis=1)[:, :K]
+        np.testing.assert_array_equal(to.scored_experts, top)
+        np.testing.assert_array_equal(to.experts, [[4, 0], top[1], [2, 3]])
         probs = np.take_along_axis(softmax(logits.astype(np.float64)), np.asarray(to.experts), 1)
         expected = probs / probs.sum(1, keepdims=True) if norm else probs
         np.testing.assert_allclose(to.weights, expected, rtol=1e-5)
@@ -206,13 +206,13 @@ def router_numbers(logits, record, live):
     probs, m = softmax(logits.astype(np.float64)), len(logits)
     sums = {"visits": np.zeros(E), "probs": np.zeros(E), "entropy": 0.0, "z": 0.0, "moved": 0}
     for i in np.flatnonzero(live):
-        own = np.argsort(-logits[i])[:K]
-        experts = own if record[i, 0] < 0 else record[i]
+        top = np.argsort(-logits[i])[:K]
+        experts = top if record[i, 0] < 0 else record[i]
         sums["visits"][experts] += 1
         sums["probs"] += probs[i]
         sums["entropy"] -= (probs[i] * np.log(probs[i])).sum()
         sums["z"] += np.log(np.exp(logits[i].astype(np.float64)).sum()) ** 2
-        sums["moved"] += len(set(experts) - set(own))
+        sums["moved"] += len(set(experts) - set(top))
     tokens = live.sum()
     share = sums["visits"] / (K * tokens)
     return sums, tokens, E * (share * sums["probs"]).sum(), m
@@ -232,14 +232,14 @@ def test_sums_and_losses_of_a_router():
         to = moe.route(
             jnp.asarray(scores), experts_per_token=K, norm_topk_prob=True, recorded=experts
         )
-        found = moe.router_sums(jnp.asarray(scores), to, jnp.asarray(live))
+        numbers = moe.router_sums(jnp.asarray(scores), to, jnp.asarray(live))
         sums, tokens, balance, _ = router_numbers(scores, experts, live)
-        assert (found["router_tokens"], found["router_asked"]) == (tokens, K * tokens)
-        np.testing.assert_array_equal(found["router_visits"], sums["visits"])
+        assert (numbers["router_tokens"], numbers["router_asked"]) == (tokens, K * tokens)
+        np.testing.assert_array_equal(numbers["router_visits"], sums["visits"])
         for name in ("probs", "entropy", "z", "moved"):
-            np.testing.assert_allclose(found[f"router_{name}"], sums[name], rtol=1e-5)
+            np.testing.assert_allclose(numbers[f"router_{name}"], sums[name], rtol=1e-5)
         assert sums["moved"] > 0
-        layers.append(found)
+        layers.append(numbers)
         balances.append(balance)
         zs.append(sums["z"])
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *layers)

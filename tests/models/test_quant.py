@@ -116,12 +116,12 @@ def test_a_product_is_that_of_the_floats_it_stands_for(spec, dtype, bound, kind)
     np.testing.assert_allclose(np.asarray(out, np.float64), exact, atol=bound * np.abs(exact).max())
     assert project(spec, x, w, jnp.float32).dtype == jnp.float32
 
-    given = rng.normal(size=out.shape).astype(np.float32)
-    loss = lambda x: (project(spec, x, w, jnp.float32) * given).sum()  # noqa: E731
+    probe = rng.normal(size=out.shape).astype(np.float32)
+    loss = lambda x: (project(spec, x, w, jnp.float32) * probe).sum()  # noqa: E731
     back = jax.grad(loss)(x)
     operands, result = spec.split("->")
     left, right = operands.split(",")
-    exact = np.einsum(f"{result},{right}->{left}", given.astype(np.float64), full)
+    exact = np.einsum(f"{result},{right}->{left}", probe.astype(np.float64), full)
     assert back.dtype == x.dtype
     np.testing.assert_allclose(
         np.asarray(back, np.float64), exact, atol=bound * np.abs(exact).max()
@@ -211,10 +211,10 @@ def test_decoding_in_8_bits_is_near_full_scoring_and_says_which_distribution_it_
     )
     rollout, _ = jax.jit(draw)(*args)
     score = jax.jit(functools.partial(rollout_difference, network=network))
-    found = score(params, rollout, make_sampling_params())
-    assert found["tokens"] == 3 * 4 * 16
-    assert 1e-4 < found["max_difference"] < (0.5 if kind == "float8" else 0.1)
-    assert 1e-7 < found["kl"] < (1e-2 if kind == "float8" else 1e-3)
+    difference = score(params, rollout, make_sampling_params())
+    assert difference["tokens"] == 3 * 4 * 16
+    assert 1e-4 < difference["max_difference"] < (0.5 if kind == "float8" else 0.1)
+    assert 1e-7 < difference["kl"] < (1e-2 if kind == "float8" else 1e-3)
     if case == "weights":
         prepared = jax.eval_shape(drawing.prepare, params)
         assert isinstance(prepared["head"], Quantised)
@@ -269,8 +269,8 @@ def test_weights_rounded_before_they_are_joined_are_those_rounded_after(tied, ki
 
     @jax.jit
     def after(params):
-        made = network.prepare(params)
-        matrices = [layer["attention"] | layer["mlp"] for layer in made["layers"]]
+        prepared = network.prepare(params)
+        matrices = [layer["attention"] | layer["mlp"] for layer in prepared["layers"]]
         layers = [
             {
                 name: quantise(w, INPUTS[name], to=kind)
@@ -279,16 +279,16 @@ def test_weights_rounded_before_they_are_joined_are_those_rounded_after(tied, ki
             }
             for layer in matrices
         ]
-        return layers, quantise(made["head"], 1, to=kind)
+        return layers, quantise(prepared["head"], 1, to=kind)
 
     layers, head = after(params)
-    given = jax.jit(functools.partial(in_8_bits, config=config, to=kind))(params)
-    for made in (short(params), short(given)):
-        jax.tree.map(np.testing.assert_array_equal, made["head"], head)
-        for layer, expected in zip(made["layers"], layers, strict=True):
-            found = layer["attention"] | layer["mlp"]
+    rounded = jax.jit(functools.partial(in_8_bits, config=config, to=kind))(params)
+    for weights in (short(params), short(rounded)):
+        jax.tree.map(np.testing.assert_array_equal, weights["head"], head)
+        for layer, expected in zip(weights["layers"], layers, strict=True):
+            layer_weights = layer["attention"] | layer["mlp"]
             for name, matrix in expected.items():
-                jax.tree.map(np.testing.assert_array_equal, found[name], matrix)
+                jax.tree.map(np.testing.assert_array_equal, layer_weights[name], matrix)
     names = axes_in_8_bits(config, network.axes())
     ranks = jax.tree.map(len, names, is_leaf=lambda x: isinstance(x, tuple))
-    assert ranks == jax.tree.map(lambda x: x.ndim, given)
+    assert ranks == jax.tree.map(lambda x: x.ndim, rounded)

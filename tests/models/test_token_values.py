@@ -30,9 +30,11 @@ NETWORK = TokenValues(beta=3.0)(PLAIN)
 @pytest.fixture(scope="module")
 def params():
     """Heads that no longer give 0."""
-    made = jax.jit(NETWORK.init)(jax.random.key(0))
+    all_params = jax.jit(NETWORK.init)(jax.random.key(0))
     noise = lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape)  # noqa: E731
-    return made | {name: jax.tree.map(noise, made[name]) for name in ("q", "q_target", "v")}
+    return all_params | {
+        name: jax.tree.map(noise, all_params[name]) for name in ("q", "q_target", "v")
+    }
 
 
 NAMES = ("q", "q_target")
@@ -51,11 +53,11 @@ def test_the_lower_target_leans_the_policy(params):
     least = np.minimum(*q_target)
     plain = np.float64(PLAIN.logits(params["base"], hidden))
     np.testing.assert_allclose(NETWORK.logits(params, hidden), plain + 3 * least, atol=1e-5)
-    shown = NETWORK.extras.views.vocabulary(params, hidden)
-    np.testing.assert_allclose(shown["q"], np.stack(q, 1), atol=1e-5)
-    np.testing.assert_allclose(shown["q_target"], least, atol=1e-5)
-    np.testing.assert_allclose(shown["v"], by_hand(params["v"], wide)[:, 0], atol=1e-5)
-    np.testing.assert_allclose(shown["base"], plain, atol=1e-6)
+    view = NETWORK.extras.views.vocabulary(params, hidden)
+    np.testing.assert_allclose(view["q"], np.stack(q, 1), atol=1e-5)
+    np.testing.assert_allclose(view["q_target"], least, atol=1e-5)
+    np.testing.assert_allclose(view["v"], by_hand(params["v"], wide)[:, 0], atol=1e-5)
+    np.testing.assert_allclose(view["base"], plain, atol=1e-6)
 
 
 def test_no_loss_moves_the_targets_which_follow_the_heads(params):
@@ -68,14 +70,14 @@ def test_no_loss_moves_the_targets_which_follow_the_heads(params):
     state = TrainState(jnp.int32(0), {"policy": params}, (), {}, (), jax.random.key_data(KEY))
     view = AfterView(None, NETWORK, state, None)
     follow = towards("q_target", "q", 0.25)
-    moved = follow.apply(state.replace(params={"policy": after}), view).params["policy"]
+    after_follow = follow.apply(state.replace(params={"policy": after}), view).params["policy"]
     jax.tree.map(
         lambda got, old, new: np.testing.assert_allclose(got, 0.75 * old + 0.25 * new, atol=1e-6),
-        moved["q_target"],
+        after_follow["q_target"],
         params["q_target"],
         after["q"],
     )
-    assert moved["q"] is after["q"]
+    assert after_follow["q"] is after["q"]
 
 
 def test_decoding_gives_the_distribution_that_is_scored(params):

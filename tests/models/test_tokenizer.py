@@ -198,11 +198,11 @@ def test_chat_ends_with_the_assistants_header_unless_told(checkpoint):
 
 
 def test_named_templates_and_files(checkpoint):
-    named = [
+    templates = [
         {"name": "default", "template": "D{{ messages[0].content }}"},
         {"name": "rag", "template": "R"},
     ]
-    directory = checkpoint({"eos_token": "<|end|>", "chat_template": named})
+    directory = checkpoint({"eos_token": "<|end|>", "chat_template": templates})
     ours = load_tokenizer(directory)
     assert ours.chat(TALKS[0]) == "DHow many?"
     assert ours.chat(TALKS[0], template="rag") == "R"
@@ -353,20 +353,20 @@ def test_a_long_text_is_encoded_without_the_interpreters_lock(tmp_path):
     spans = []
 
     def encode():
-        began = time.monotonic()
+        start = time.monotonic()
         tokenizer.encode(text)
-        spans.append((began, time.monotonic()))
+        spans.append((start, time.monotonic()))
 
     thread, ticks = threading.Thread(target=encode), []
     thread.start()
     while thread.is_alive():
         ticks.append(time.monotonic())
         time.sleep(0.002)
-    began, ended = spans[0]
-    seen = [tick for tick in ticks if began < tick < ended]
+    start, end = spans[0]
+    during = [tick for tick in ticks if start < tick < end]
     # The ids become a list under the lock, which takes a small part of the time.
-    assert len(seen) >= 5
-    assert max(b - a for a, b in itertools.pairwise(seen)) < 0.7 * (ended - began)
+    assert len(during) >= 5
+    assert max(b - a for a, b in itertools.pairwise(during)) < 0.7 * (end - start)
 
 
 @pytest.mark.extra("dev", "transformers")

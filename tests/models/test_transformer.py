@@ -52,7 +52,7 @@ def make(**changes):
     return network, treedef.unflatten(noisy)
 
 
-def whole(network, params, tokens, lengths):
+def full_forward(network, params, tokens, lengths):
     b, l = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(l), (b, l))
     segments = (positions < lengths[:, None]).astype(jnp.int32)
@@ -64,7 +64,7 @@ def test_extend_equals_hidden_on_ragged_rows(variant, pieces):
     network, params = make(**VARIANTS[variant])
     prompts, total, rows = jnp.array([5, 3, 1]), 11, 3
     tokens = jax.random.randint(jax.random.key(2), (rows, total), 0, TINY.vocab_size)
-    expected, _ = whole(network, params, tokens, jnp.full(rows, total))
+    expected, _ = full_forward(network, params, tokens, jnp.full(rows, total))
 
     extend, weights = jax.jit(network.extend), network.prepare(params)
     cache = network.init_cache(rows, total + 2, weights, pieces)
@@ -80,8 +80,8 @@ def test_extend_equals_hidden_on_ragged_rows(variant, pieces):
         at = (prompts + step)[:, None]
         token = jnp.take_along_axis(tokens, at, axis=1)
         out, cache = extend(weights, cache, token, at, jnp.ones((rows, 1), bool))
-        wanted = jnp.take_along_axis(expected, at[:, :, None], axis=1)
-        np.testing.assert_allclose(out, wanted, atol=1e-5)
+        want = jnp.take_along_axis(expected, at[:, :, None], axis=1)
+        np.testing.assert_allclose(out, want, atol=1e-5)
 
 
 def test_extend_writes_only_live_tokens():
@@ -93,8 +93,8 @@ def test_extend_writes_only_live_tokens():
     live = jnp.array([[True, False], [True, True]])
     _, cache = network.extend(weights, cache, tokens, positions, live)
     keys = np.array([np.asarray(piece["k"]) for (piece,) in cache.rows])
-    written = (keys != 0).any((0, 2, 4))
-    assert written.tolist() == [[True, False, False, False], [True, False, False, False]]
+    live_columns = (keys != 0).any((0, 2, 4))
+    assert live_columns.tolist() == [[True, False, False, False], [True, False, False, False]]
 
 
 @pytest.mark.parametrize("variant", ["gemma", "mixed"])
@@ -107,7 +107,7 @@ def test_packed_segments_equal_separate_rows(variant):
     packed, _ = apply(params, tokens, positions, segments)
     for start, length in ((0, 5), (5, 4)):
         row = tokens[:, start : start + length]
-        alone, _ = whole(network, params, row, jnp.array([length]))
+        alone, _ = full_forward(network, params, row, jnp.array([length]))
         np.testing.assert_allclose(packed[:, start : start + length], alone, atol=1e-5)
     # Columns may come in any order: positions say what comes before what.
     order = jax.random.permutation(jax.random.key(5), 12)
@@ -134,8 +134,13 @@ def ragged_groups(packed):
     )
     if packed:
         rows = jnp.array([[0, 3], [4, 1], [5, 2]])  # three rows of two completions each
-        own = segments * (1 + jnp.arange(n * members)[:, None])
-        parts = (tokens, positions, own, owners + jnp.arange(n * members)[:, None] // members)
+        own_segments = segments * (1 + jnp.arange(n * members)[:, None])
+        parts = (
+            tokens,
+            positions,
+            own_segments,
+            owners + jnp.arange(n * members)[:, None] // members,
+        )
         packed_rows = SharedRows(
             prompts[None], prompt_lengths[None], *(x[rows].reshape(3, -1) for x in parts)
         )
@@ -159,7 +164,7 @@ def ragged_groups(packed):
 )
 def test_rows_that_share_a_prompt_equal_rows_that_repeat_it(variant, packed):
     network, params = make(**VARIANTS[variant])
-    packed_rows, repeated_rows, own = ragged_groups(packed)
+    packed_rows, repeated_rows, hidden_of = ragged_groups(packed)
     weights = jax.random.normal(jax.random.key(4), (*packed_rows.tokens.shape, TINY.embed_dim))
     weights = jnp.where((packed_rows.segments != 0)[:, :, None], weights, 0.0)
 
@@ -169,7 +174,7 @@ def test_rows_that_share_a_prompt_equal_rows_that_repeat_it(variant, packed):
 
     def repeated(params):
         hidden, aux = network.hidden(params, *repeated_rows)
-        return (weights * own(hidden)).sum(), (own(hidden), aux)
+        return (weights * hidden_of(hidden)).sum(), (hidden_of(hidden), aux)
 
     quick = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     gradient, (hidden, aux) = quick(jax.grad(once, has_aux=True))(params)
@@ -223,7 +228,7 @@ def test_padding_has_finite_values_and_no_gradient():
     lengths = jnp.array([4, 6])
 
     def loss(params, tokens):
-        hidden, _ = whole(network, params, tokens, lengths)
+        hidden, _ = full_forward(network, params, tokens, lengths)
         live = (jnp.arange(6)[None] < lengths[:, None])[:, :, None]
         return (jnp.where(live, hidden, 0.0) ** 2).sum() + 0.0 * hidden.sum()
 
@@ -245,7 +250,7 @@ def gradient_program(config, remat, shared, attention="auto"):
         if shared:
             hidden, _ = network.extras.hidden_shared(params, packed_rows)
         else:
-            hidden, _ = whole(network, params, tokens, jnp.array([6, 4]))
+            hidden, _ = full_forward(network, params, tokens, jnp.array([6, 4]))
         return (network.logits(params, hidden) ** 2).mean()
 
     return jax.grad(loss), params
@@ -293,7 +298,7 @@ def test_router_statistics_come_from_sparse_layers_only():
     lengths = jnp.array([6, 2])
     for variant, sparse in (("plain", 0), ("experts", 3), ("mixed", 2)):
         network, params = make(**VARIANTS[variant])
-        _, aux = whole(network, params, tokens, lengths)
+        _, aux = full_forward(network, params, tokens, lengths)
         assert bool(aux) == bool(sparse)
         if sparse:  # 8 live tokens of 2 visits each
             assert aux["router_visits"].shape == (sparse, 4)
@@ -363,23 +368,23 @@ def test_a_tables_gradient_goes_to_the_shard_that_holds_it():
     def loss(embed, tokens, weights):
         return (T.embed(config, {"embed": embed}, tokens) * weights).sum()
 
-    held = sharding(mesh, ("vocab", "embed"), table)
+    table_sharding = sharding(mesh, ("vocab", "embed"), table)
     spread = batch_sharding(mesh)
     args = [
-        jax.ShapeDtypeStruct(table, jnp.float32, sharding=held),
+        jax.ShapeDtypeStruct(table, jnp.float32, sharding=table_sharding),
         jax.ShapeDtypeStruct(rows, jnp.int32, sharding=spread),
         jax.ShapeDtypeStruct((*rows, config.embed_dim), jnp.float32, sharding=spread),
     ]
     with jax.set_mesh(mesh):
-        lowered = jax.jit(jax.grad(loss), out_shardings=held).lower(*args)
-    sent = dict.fromkeys(range(5), 0.0)
+        lowered = jax.jit(jax.grad(loss), out_shardings=table_sharding).lower(*args)
+    bytes_by_axis = dict.fromkeys(range(5), 0.0)
     for cost in program_costs(lowered.compile().as_text(), list(mesh.shape.values())):
         for c in cost.collectives:
             for axis in c.axes:
-                sent[axis] += cost.runs * c.bytes
+                bytes_by_axis[axis] += cost.runs * c.bytes
     shard = 4 * np.prod(table) / 4
-    assert sent[0] == shard  # twice, and half of it each time
-    assert sent[1] <= 2 * 4 * np.prod(rows) * config.embed_dim / 2
+    assert bytes_by_axis[0] == shard  # twice, and half of it each time
+    assert bytes_by_axis[1] <= 2 * 4 * np.prod(rows) * config.embed_dim / 2
 
 
 @pytest.mark.parametrize("pieces", [1, 4])

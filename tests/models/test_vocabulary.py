@@ -47,28 +47,30 @@ def total(stats):
 )
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("where", ["cpu", "gpu"])
-@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("keeps", [False, True])
 def test_fused_logprobs_equal_the_whole_softmax(
-    v, axis, softcap, devices, at_once, entropy, where, kept, monkeypatch
+    v, axis, softcap, devices, at_once, entropy, where, keeps, monkeypatch
 ):
     monkeypatch.setattr(vocabulary, "platform", lambda: where)  # a GPU's parts are in tiles
     hidden, weight, tokens = head_inputs(v, axis)
 
     def fused(hidden, weight):
-        head = Head(weight, axis, softcap, kept)
+        head = Head(weight, axis, softcap, keeps)
         options = {"devices": devices, "at_once": at_once, "room": 0}
         stats = fused_logprobs(
             hidden, head, tokens, jnp.float32(TEMPERATURE), entropy=entropy, **options
         )
         return total(stats), stats
 
-    def whole(hidden, weight):
+    def full_softmax(hidden, weight):
         stats = by_definition(hidden, weight, tokens, axis, softcap)
         stats = stats if entropy else {"logprobs": stats["logprobs"]}
         return total(stats), stats
 
     slopes, stats = jax.jit(jax.grad(fused, (0, 1), has_aux=True))(hidden, weight)
-    expected_slopes, expected = jax.jit(jax.grad(whole, (0, 1), has_aux=True))(hidden, weight)
+    expected_slopes, expected = jax.jit(jax.grad(full_softmax, (0, 1), has_aux=True))(
+        hidden, weight
+    )
     assert set(stats) == set(expected)
     for name in stats:
         np.testing.assert_allclose(stats[name], expected[name], atol=2e-5)
@@ -93,9 +95,9 @@ def test_fused_gradients_in_bfloat16_leave_in_the_operands_dtypes():
 
 def test_a_number_that_is_not_finite_is_not_hidden():
     hidden, weight, tokens = head_inputs(300, 0)
-    broken = hidden.at[0, 0, 0].set(jnp.nan)
+    with_nan = hidden.at[0, 0, 0].set(jnp.nan)
     head, one = Head(weight, 0), jnp.float32(1)
-    stats = fused_logprobs(broken, head, tokens, one, entropy=True, at_once=0, room=0)
+    stats = fused_logprobs(with_nan, head, tokens, one, entropy=True, at_once=0, room=0)
     for x in stats.values():
         assert np.isnan(x[0, 0])
         assert np.isfinite(np.asarray(x).reshape(-1)[1:]).all()

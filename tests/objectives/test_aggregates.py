@@ -23,11 +23,13 @@ def example(seed=0, b=5, t=6):
 def loops(name, losses, mask):
     total, sequences, tokens = 0.0, 0, 0
     for row, live in zip(losses.astype(np.float64), mask, strict=True):
-        kept = [x for x, on in zip(row, live, strict=True) if on]
-        if not kept:
+        live_losses = [x for x, on in zip(row, live, strict=True) if on]
+        if not live_losses:
             continue
-        total += sum(kept) / len(kept) if name == "sequence_mean" else sum(kept)
-        sequences, tokens = sequences + 1, tokens + len(kept)
+        total += (
+            sum(live_losses) / len(live_losses) if name == "sequence_mean" else sum(live_losses)
+        )
+        sequences, tokens = sequences + 1, tokens + len(live_losses)
     counts = {"token_mean": tokens, "constant_norm": 7 * sequences}
     return total, counts.get(name, sequences)
 
@@ -73,9 +75,9 @@ def test_an_empty_mask_gives_zero_of_zero(name):
 @pytest.mark.parametrize("name", ALL)
 def test_parts_add_up_to_the_whole(name):
     losses, mask = (jnp.asarray(x) for x in example())
-    whole = ALL[name](losses, mask)
+    total = ALL[name](losses, mask)
     top, bottom = ALL[name](losses[:2], mask[:2]), ALL[name](losses[2:], mask[2:])
-    for one, two, all_ in zip(top, bottom, whole, strict=True):
+    for one, two, all_ in zip(top, bottom, total, strict=True):
         assert float(one + two) == pytest.approx(float(all_), rel=1e-5)
 
 

@@ -34,15 +34,15 @@ def test_corrections_by_name_use_their_cap():
 
 
 @pytest.mark.parametrize(
-    ("cap", "low", "kept"), [(5.0, 0.5, [0, 0.5, 1, 5, 0]), (2.0, None, [0, 0.5, 1, 0, 0])]
+    ("cap", "low", "expected"), [(5.0, 0.5, [0, 0.5, 1, 5, 0]), (2.0, None, [0, 0.5, 1, 0, 0])]
 )
-def test_icepop_is_that_of_ring_with_two_bounds_and_that_of_glm_with_one(cap, low, kept):
+def test_icepop_is_that_of_ring_with_two_bounds_and_that_of_glm_with_one(cap, low, expected):
     """Ring-1T (arXiv:2510.18855), Eq. 1-3: 0.5 and 5; GLM-5 (arXiv:2602.15763): 1/2 and 2."""
     rho = [0.4, 0.5, 1.0, 5.0, 5.1]
     stats = {"sampler_logprobs": jnp.zeros(5), "proximal_logprobs": jnp.log(jnp.array(rho))}
     correction = named_correction("icepop", cap * (1 + 1e-6), low and low * (1 - 1e-6))
     weight = correction.weight(stats, jnp.ones(5, bool))
-    np.testing.assert_allclose(weight, kept, rtol=1e-5)
+    np.testing.assert_allclose(weight, expected, rtol=1e-5)
 
 
 def test_geometric_rejection_does_not_weigh_what_it_keeps():

@@ -111,9 +111,9 @@ def test_extremes_stay_finite_and_nan_stays_nan(kind, value_and_slope):
     far = f32(np.array([200.0, -200.0, 0, 0, 0, 0]))
     for value in jax.tree.leaves(value_and_slope[kind](far, -far)):
         assert np.isfinite(value).all()
-    broken = far.at[1].set(jnp.nan)
-    assert np.isnan(value_and_slope[kind](broken, far)[0])
-    assert np.isnan(value_and_slope[kind](far, broken)[0])
+    with_nan = far.at[1].set(jnp.nan)
+    assert np.isnan(value_and_slope[kind](with_nan, far)[0])
+    assert np.isnan(value_and_slope[kind](far, with_nan)[0])
 
 
 def test_equal_distributions_are_no_distance_apart(value_and_slope):
@@ -133,14 +133,14 @@ def test_the_generalised_divergence_tends_to_the_others():
 
 def test_total_variation_is_half_the_sum_of_differences():
     one, other = distributions(7), distributions(8, (0,))
-    found = total_variation(jax.nn.log_softmax(f32(one)), jax.nn.log_softmax(f32(other)))
-    assert found == pytest.approx(np.abs(softmax(one) - softmax(other)).sum() / 2, rel=1e-5)
+    distance = total_variation(jax.nn.log_softmax(f32(one)), jax.nn.log_softmax(f32(other)))
+    assert distance == pytest.approx(np.abs(softmax(one) - softmax(other)).sum() / 2, rel=1e-5)
 
 
 def test_trl_computes_the_same():
     """TRL's ends of beta, 0 and 1, are the forward and the reverse divergence."""
     stored = json.loads((FIXTURES / "trl_pairs.json").read_text())["jsd"]
-    student, teacher = (f32(stored[f"{who}_logits"]) for who in ("student", "teacher"))
+    student, teacher = (f32(stored[f"{role}_logits"]) for role in ("student", "teacher"))
     mask = np.asarray(stored["mask"], bool)
     for case in stored["cases"]:
         kind = {0.0: "forward", 1.0: "reverse"}.get(case["beta"], "jsd")
@@ -168,11 +168,11 @@ def test_sampled_tokens_have_the_divergence_and_its_gradient_on_average(kind):
         stats = {"logprobs": jax.nn.log_softmax(logits), "teacher_logprobs": teacher}
         return surrogate.apply(stats, jnp.zeros(V), jnp.ones(V, bool))[0] @ chances
 
-    def whole(logits):
+    def of_logits(logits):
         return measure(jax.nn.log_softmax(logits), teacher)
 
     (value, slope), (exact, exact_slope) = (
-        jax.value_and_grad(f)(student) for f in (sampled, whole)
+        jax.value_and_grad(f)(student) for f in (sampled, of_logits)
     )
     assert value == pytest.approx(float(exact), rel=1e-5)
     np.testing.assert_allclose(slope, exact_slope, atol=1e-5)
@@ -263,8 +263,8 @@ def test_top_k_divergences_are_those_of_the_released_codes(kind, tail, top_k_slo
                 )
                 assert gradient[v] == pytest.approx((up - down) / 2e-6, rel=2e-3, abs=1e-4)
             if k == V:
-                whole = expected(kind, student, teacher)
-                assert value == pytest.approx(whole, rel=1e-4, abs=1e-6)
+                divergence = expected(kind, student, teacher)
+                assert value == pytest.approx(divergence, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("tail", ["renormalised", "cut", "bucket"])
@@ -277,9 +277,9 @@ def test_tokens_that_both_truncations_removed_add_nothing_to_a_top_k_divergence(
 
 def test_the_bucket_holds_what_is_left_and_bounds_the_divergence_from_below():
     student, teacher = (jax.nn.log_softmax(f32(distributions(s))) for s in (3, 53))
-    whole = float(forward_kl(student, teacher))
+    divergence = float(forward_kl(student, teacher))
     bounds = [float(forward_kl(*on_top_k(student, top_k_of(teacher, k), "bucket"))) for k in (1, 3)]
-    assert 0 < bounds[0] < bounds[1] < whole
+    assert 0 < bounds[0] < bounds[1] < divergence
     assert np.exp(on_top_k(student, top_k_of(teacher, 2), "bucket")[0]).sum() == pytest.approx(1)
 
 

@@ -29,8 +29,8 @@ def divergence(log_p, log_q):
 def mean_value(kind, theta, log_q):
     """The estimator's mean over tokens drawn from the policy; the drawing carries no gradient."""
     log_p = jax.nn.log_softmax(theta)
-    drawn = jax.lax.stop_gradient(jnp.exp(log_p))
-    return jnp.sum(drawn * KL_ESTIMATORS[kind](log_p, log_q))
+    probs = jax.lax.stop_gradient(jnp.exp(log_p))
+    return jnp.sum(probs * KL_ESTIMATORS[kind](log_p, log_q))
 
 
 def reverse(theta, log_q):
@@ -67,9 +67,9 @@ def test_in_the_reward_the_unbiased_ones_give_the_reverse_gradient(kind):
 
     def surrogate(x):
         log_p = jax.nn.log_softmax(x)
-        drawn = jax.lax.stop_gradient(jnp.exp(log_p))
+        probs = jax.lax.stop_gradient(jnp.exp(log_p))
         charge = jax.lax.stop_gradient(KL_ESTIMATORS[kind](log_p, log_q))
-        return jnp.sum(drawn * charge * log_p)
+        return jnp.sum(probs * charge * log_p)
 
     got, true = jax.grad(surrogate)(theta), jax.grad(reverse)(theta, log_q)
     if kind == "k1":

@@ -35,11 +35,11 @@ def test_the_table_is_a_dictionary_by_place_with_an_owner(history):
         table = write_jit(table, jnp.array(ids), rows(ids), jnp.array(live))
         for i in sorted(i for i, keep in zip(ids, live, strict=True) if keep):
             owners[i % SLOTS] = i  # the greatest of a step comes last
-    for asked in np.arange(-3, 9).reshape(-1, ROWS):
-        values, known = read_jit(table, jnp.asarray(asked))
-        for k, i in enumerate(asked):
+    for prompts in np.arange(-3, 9).reshape(-1, ROWS):
+        values, present = read_jit(table, jnp.asarray(prompts))
+        for k, i in enumerate(prompts):
             mine = owners.get(i % SLOTS) == i
-            assert bool(known[k]) == mine
+            assert bool(present[k]) == mine
             assert int(values["count"][k]) == (i + 100 if mine else 0)
             assert values["mean"][k].tolist() == ([i, 2.0 * i] if mine else [0.5, 0.25])
 

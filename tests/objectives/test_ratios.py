@@ -258,7 +258,7 @@ def test_reinforce_and_nll_read_nothing_but_logprobs():
 # ---------------------------------------------------------------- corrections
 
 WEIGHTS = [0.25, 1.0, 1.5, 8.0]
-WHOLE = ("sequence ratio", "product", "segment", "geometric")
+BY_SEQUENCE = ("sequence ratio", "product", "segment", "geometric")
 """Names of ratios through which a loss pushes several tokens."""
 
 
@@ -286,17 +286,17 @@ def test_each_correction_multiplies_the_loss_by_its_weight(name, correction, exp
     plain_losses, plain_slope, _ = run(ratio_loss(*PARTS[name]), plain, one)
     np.testing.assert_allclose(metrics["correction_weight"], expected, rtol=1e-5)
     np.testing.assert_allclose(losses, plain_losses * expected, rtol=1e-5)
-    if len(set(expected)) == 1 or not name.startswith(WHOLE):
+    if len(set(expected)) == 1 or not name.startswith(BY_SEQUENCE):
         np.testing.assert_allclose(slope, plain_slope * expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", PARTS)
 def test_needs_follow_the_correction(name):
-    own = {"step"} if name == "segment ratio" else set()
+    labels = {"step"} if name == "segment ratio" else set()
     plain, corrected = ratio_loss(*PARTS[name]), ratio_loss(*PARTS[name], Correction())
     assert plain.needs == {"sampler_logprobs"}
     assert corrected.needs == {"sampler_logprobs", "proximal_logprobs"}
-    assert plain.labels == corrected.labels == own
+    assert plain.labels == corrected.labels == labels
 
 
 # ---------------------------------------------------------------- guards

@@ -20,11 +20,11 @@ def cases(draw):
     shape = draw(st.sampled_from(SHAPES))
     size = int(np.prod(shape))
     number = st.sampled_from([0.1, 0.1, -2.5, 3.0, 1e6, 7.7, -0.3])
-    listed = lambda elements: draw(st.lists(elements, min_size=size, max_size=size))  # noqa: E731
-    values = np.array(listed(number), np.float32).reshape(shape)
-    live = np.array(listed(st.booleans()), bool).reshape(shape)
-    first = np.array(listed(st.sampled_from([-7, 0, 3, 2**31 - 1])), np.int32).reshape(shape)
-    second = np.array(listed(st.sampled_from([0, 1])), np.int32).reshape(shape)
+    list_of = lambda elements: draw(st.lists(elements, min_size=size, max_size=size))  # noqa: E731
+    values = np.array(list_of(number), np.float32).reshape(shape)
+    live = np.array(list_of(st.booleans()), bool).reshape(shape)
+    first = np.array(list_of(st.sampled_from([-7, 0, 3, 2**31 - 1])), np.int32).reshape(shape)
+    second = np.array(list_of(st.sampled_from([0, 1])), np.int32).reshape(shape)
     return values, live, first, second
 
 
@@ -81,13 +81,13 @@ def ours(values, live, *ids):
 @given(cases())
 def test_against_loops(case):
     values, live, *ids = case
-    found = ours(values, live, *ids)
-    assert set(found) == set(STATISTICS)
+    statistics = ours(values, live, *ids)
+    assert set(statistics) == set(STATISTICS)
     scale = np.abs(np.where(live, values, 0)).max() + 1
     for name, statistic in STATISTICS.items():
         want = expected(values, live, ids, statistic)
-        np.testing.assert_allclose(found[name], want, atol=2e-6 * scale, err_msg=name)
-        assert (np.asarray(found[name])[~live] == 0).all(), name
+        np.testing.assert_allclose(statistics[name], want, atol=2e-6 * scale, err_msg=name)
+        assert (np.asarray(statistics[name])[~live] == 0).all(), name
 
 
 @settings(max_examples=60, deadline=None)
@@ -110,22 +110,22 @@ def test_the_order_of_items_does_not_matter(case, random):
 def test_equal_values_have_no_deviation(case):
     values, live, *ids = case
     constant = np.full_like(values, 0.1)
-    found = ours(constant, live, *ids)
-    assert np.array_equal(found["mean"], np.where(live, constant, 0))
-    assert (np.asarray(found["std"]) == 0).all()
-    assert np.array_equal(found["median"], np.where(live, constant, 0))
+    statistics = ours(constant, live, *ids)
+    assert np.array_equal(statistics["mean"], np.where(live, constant, 0))
+    assert (np.asarray(statistics["std"]) == 0).all()
+    assert np.array_equal(statistics["median"], np.where(live, constant, 0))
 
 
 def test_a_live_nan_spreads_over_its_segment_and_no_further():
     values = np.array([np.nan, 1.0, 2.0, 3.0, np.nan], np.float32)
     live = np.array([True, True, True, True, False])
     ids = np.array([1, 1, 2, 2, 2], np.int32)
-    found = ours(values, live, ids, np.zeros(5, np.int32))
+    statistics = ours(values, live, ids, np.zeros(5, np.int32))
     for name in ("total", "mean", "std", "sample std", "minimum", "maximum"):
-        assert np.isnan(found[name][:2]).all(), name
-        assert np.isfinite(found[name][2:]).all(), name
-    assert np.isnan(found["leave_one_out"][1])  # the others of the second hold the NaN
-    assert found["count"].tolist() == [2, 2, 2, 2, 0]
+        assert np.isnan(statistics[name][:2]).all(), name
+        assert np.isfinite(statistics[name][2:]).all(), name
+    assert np.isnan(statistics["leave_one_out"][1])  # the others of the second hold the NaN
+    assert statistics["count"].tolist() == [2, 2, 2, 2, 0]
 
 
 def test_a_quantile_keeps_to_its_own_segment():

@@ -71,8 +71,8 @@ def test_whiten_over_sequences_weighs_members_the_same(ddof, make_batch):
     members = np.array([[True, True], [True, False]])
     batch = make_batch(SCORE, MASK, members=members)
     got, _ = apply(transforms.whiten("sequences", eps=0.5, ddof=ddof), SCORE, batch)
-    kept = SCORE[members].astype(np.float64)
-    expected = (kept - kept.mean()) / np.sqrt(kept.var(ddof=ddof) + 0.5)
+    scores = SCORE[members].astype(np.float64)
+    expected = (scores - scores.mean()) / np.sqrt(scores.var(ddof=ddof) + 0.5)
     np.testing.assert_allclose(got[members], expected, rtol=1e-5)
     assert not got[~members].any()
 
@@ -132,11 +132,11 @@ def test_an_impossible_buffer_is_refused(buffer):
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_token_penalty_leaves_the_score_at_the_last_live_token(kind, make_batch):
-    here, there = numbers(2, 2, 2, 3), numbers(3, 2, 2, 3)
+    here, reference = numbers(2, 2, 2, 3), numbers(3, 2, 2, 3)
     here[~MASK] = np.nan
-    batch = make_batch(SCORE, MASK, stats={"sampler_logprobs": here, "ref_logprobs": there})
+    batch = make_batch(SCORE, MASK, stats={"sampler_logprobs": here, "ref_logprobs": reference})
     got, _ = apply(transforms.kl_in_reward(kind, 0.1), SCORE, batch)
-    d = (here - there).astype(np.float64)
+    d = (here - reference).astype(np.float64)
     kl = {"k1": d, "k2": d**2 / 2, "k3": np.exp(-d) - 1 + d}[kind]
     expected = np.where(MASK, -0.1 * kl, 0)
     for n, g in np.ndindex(2, 2):
@@ -205,25 +205,30 @@ def test_what_a_truncated_member_drew_for_others_stays(make_batch):
     node[:, :2, 0] = g + 1  # the first two begin alike, and the first drew it
     mask = np.ones((n, g, t), bool)
     mask[:, 1, 0] = False
-    cut = np.zeros((n, g), bool)
-    cut[:, 0] = True
+    truncated = np.zeros((n, g), bool)
+    truncated[:, 0] = True
     batch = batch.replace(
-        mask=mask, members=np.ones((n, g), bool), truncated=cut, ids={**batch.ids, "node": node}
+        mask=mask,
+        members=np.ones((n, g), bool),
+        truncated=truncated,
+        ids={**batch.ids, "node": node},
     )
     _, edited = apply(transforms.mask_truncated(), np.zeros((n, g)), batch)
-    wanted = mask & ~cut[:, :, None]
-    wanted[:, 0, 0] = True
-    np.testing.assert_array_equal(edited.mask, wanted)
+    expected = mask & ~truncated[:, :, None]
+    expected[:, 0, 0] = True
+    np.testing.assert_array_equal(edited.mask, expected)
 
 
 @pytest.mark.parametrize("from_group", [False, True])
 def test_mask_truncated_edits_masks(from_group, make_batch):
-    cut = np.array([[True, False], [False, False]])
-    batch = make_batch(SCORE, MASK, truncated=cut)
+    truncated = np.array([[True, False], [False, False]])
+    batch = make_batch(SCORE, MASK, truncated=truncated)
     values, edited = apply(transforms.mask_truncated(from_group=from_group), SCORE, batch)
     assert values.tolist() == SCORE.tolist()
-    np.testing.assert_array_equal(edited.mask, MASK & ~cut[..., None])
-    np.testing.assert_array_equal(edited.members, ~cut if from_group else np.ones_like(cut))
+    np.testing.assert_array_equal(edited.mask, MASK & ~truncated[..., None])
+    np.testing.assert_array_equal(
+        edited.members, ~truncated if from_group else np.ones_like(truncated)
+    )
 
 
 def test_clip_holds_values_and_keeps_nan(make_batch):
@@ -238,8 +243,8 @@ def test_lambda_by_length_and_undecayed_targets(make_batch):
     batch = make_batch(rewards, mask, stats={"rollout_values": estimates})
     transform = transforms.gae(1.0, length_scale=0.5, value_decay=1.0)
     values, edited, _ = transform.apply(batch.score(), batch, transform.init())
-    whole = transforms.gae(1.0, 0.5)  # 1 - 1 / (0.5 * 4)
-    expected, _, _ = whole.apply(batch.score(), batch, whole.init())
+    by_length = transforms.gae(1.0, 0.5)  # 1 - 1 / (0.5 * 4)
+    expected, _, _ = by_length.apply(batch.score(), batch, by_length.init())
     np.testing.assert_allclose(values[0, 0], expected[0, 0], atol=1e-6)
     assert values[0, 1, 0] == pytest.approx(1.0 - float(estimates[0, 1, 0]), abs=1e-6)
     np.testing.assert_allclose(edited.stats["returns"], np.asarray(mask), atol=1e-6)

@@ -52,13 +52,13 @@ ENTRY %main (a: bf16[36,8,16], n: s32[], b: bf16[16,4], c: bf16[36,8,4]) -> bf16
 SLICE, WEIGHT, RESULT, STACK = 2 * 8 * 16, 2 * 16 * 4, 2 * 8 * 4, 2 * 36 * 8 * 16
 
 
-def moved(text):
+def bytes_moved(text):
     return sum(cost.runs * cost.bytes for cost in program_costs(text, (1,)))
 
 
 def test_a_fusion_within_a_fusion_reads_and_writes_one_layer_of_a_stack():
     """A slice, a weight and the product; then the product, and the row that is written over."""
-    assert moved(NESTED) == (SLICE + WEIGHT + RESULT) + (RESULT + 2 * RESULT)
+    assert bytes_moved(NESTED) == (SLICE + WEIGHT + RESULT) + (RESULT + 2 * RESULT)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_what_else_reads_a_stack_counts(line, instead, more):
             "  ROOT %as_it_is = bf16[16,4]{1,0} bitcast(%v)\n}\n\n%product (stack",
         )
     assert text != NESTED
-    assert moved(text) == moved(NESTED) + more
+    assert bytes_moved(text) == bytes_moved(NESTED) + more
 
 
 def test_operations_are_of_their_kind():
@@ -139,4 +139,4 @@ def test_copies_to_the_fast_memory_are_prefetches_and_those_from_it_copies():
         "copies": (0, WEIGHT),
         "the rest": (0, 2 * RESULT),
     }
-    assert cost.bytes == sum(moved for _, moved in cost.kinds.values())
+    assert cost.bytes == sum(byte_count for _, byte_count in cost.kinds.values())

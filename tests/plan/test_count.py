@@ -70,13 +70,15 @@ def test_judges_and_reward_models_stay_on_every_chip(tmp_path, monkeypatch):
     topology = parse_topology("v5e:2x2")
     without = counted_plan(build_config(tables), topology)
     counted = counted_plan(build_config(tables | {"rewards": {"math": {}, **parts}}), topology)
-    held = [counted.programs[name].bytes_per_chip for name in ("sampler", "train_step", "judge")]
+    sizes_by_program = [
+        counted.programs[name].bytes_per_chip for name in ("sampler", "train_step", "judge")
+    ]
     for part in ("judges", "reward_models"):
-        (size,) = {each[part] for each in held}
+        (size,) = {each[part] for each in sizes_by_program}
         assert size > 0
     # 6 replies on 4 chips; keys and values of 2 layers, 2 heads of 64, 16 bits
-    assert held[2]["working"] == 2 * (2048 + 512) * 2 * 2 * 2 * 64 * 2
-    for name, each in zip(("sampler", "train_step"), held, strict=False):
+    assert sizes_by_program[2]["working"] == 2 * (2048 + 512) * 2 * 2 * 2 * 64 * 2
+    for name, each in zip(("sampler", "train_step"), sizes_by_program, strict=False):
         more = each["total"] - without.programs[name].bytes_per_chip["total"]
         assert more == each["judges"] + each["reward_models"]
     assert "judge" not in without.programs

@@ -104,18 +104,18 @@ def program(shape: str, name: str, layers: int) -> dict:
 def check(shape: str, name: str, bounds: Bounds) -> None:
     """Compares two programs of a shape with the bounds, and shows the figures where they fail."""
     two, three = (program(shape, name, layers)["kernels"] for layers in (2, 3))
-    found = Bounds(
+    gpu_bounds = Bounds(
         three["layers"] - two["layers"],
         three["draw"],
         three["rest"],
         three["returns"],
         three["copied"] / three["bytes"],
     )
-    print(shape, name, found)
+    print(shape, name, gpu_bounds)
     for part, most in bounds._asdict().items():
-        assert getattr(found, part) <= most, found
-    assert found.layer > 0, found
-    assert (found.draw > 0) == (name == "sampler"), found
+        assert getattr(gpu_bounds, part) <= most, gpu_bounds
+    assert gpu_bounds.layer > 0, gpu_bounds
+    assert (gpu_bounds.draw > 0) == (name == "sampler"), gpu_bounds
 
 
 @pytest.mark.parametrize("shape", DECODING[ATTENTION])

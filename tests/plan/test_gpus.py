@@ -231,12 +231,14 @@ KERNELS = {
 
 def test_the_text_has_kernels_returns_and_networks():
     sizes = {"weights": 2.0**33, "total": 2.0**33}
-    sent = {"all-gather/fsdp": 3e9, "all-reduce/data+fsdp": 1e9}
-    program = Program(sizes, True, 1e12, 1e12, sent, 1.0, {"memory": 1.0}, 1.0, kernels=KERNELS)
-    found = Plan(
+    bytes_by_kind = {"all-gather/fsdp": 3e9, "all-reduce/data+fsdp": 1e9}
+    program = Program(
+        sizes, True, 1e12, 1e12, bytes_by_kind, 1.0, {"memory": 1.0}, 1.0, kernels=KERNELS
+    )
+    small_plan = Plan(
         parse_topology("2*h100x8"), {"data": 2, "fsdp": 8}, {"sampler": program}, True, [], 5, 6
     )._replace(layers=28)
-    text = as_text(found)
+    text = as_text(small_plan)
     assert "726 kernels a token step (layers 700, 25 each of 28; draw 16; rest 10), 2.5 %" in text
     assert "a token step returns to the host 197 times, 196 of them conditionals" in text
     assert "all-gather over fsdp: 3 GB sent through NVLink" in text

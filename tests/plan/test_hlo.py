@@ -41,28 +41,30 @@ ENTRY %main (a: f32[8,16]) -> f32[8,16] {
 
 def totals(text, mesh=(2, 2), **trips):
     costs = program_costs(text, mesh, trips=trips)
-    sent = {}
+    bytes_by_kind = {}
     for cost in costs:
         for c in cost.collectives:
-            sent[c.kind, c.axes] = sent.get((c.kind, c.axes), 0) + cost.runs * c.bytes
+            bytes_by_kind[c.kind, c.axes] = (
+                bytes_by_kind.get((c.kind, c.axes), 0) + cost.runs * c.bytes
+            )
     flops = sum(c.runs * c.flops for c in costs)
-    return flops, sum(c.runs * c.bytes for c in costs), sent
+    return flops, sum(c.runs * c.bytes for c in costs), bytes_by_kind
 
 
 def test_the_body_of_a_loop_counts_as_often_as_it_runs():
-    flops, moved, sent = totals(LOOP)
+    flops, byte_count, bytes_by_kind = totals(LOOP)
     assert flops == 5 * 2 * 8 * 16 * 16
-    assert sent == {("all-reduce", (1,)): 5 * 2 * (8 * 16 * 4) / 2}
+    assert bytes_by_kind == {("all-reduce", (1,)): 5 * 2 * (8 * 16 * 4) / 2}
     # x, w and the product; what is reduced, twice; the counter and its sum; the condition
-    assert moved == 5 * (4 * (2 * 128 + 256) + 4 * 2 * 128 + 12 + 9)
+    assert byte_count == 5 * (4 * (2 * 128 + 256) + 4 * 2 * 128 + 12 + 9)
 
 
 def test_the_trip_count_of_a_loop_may_be_given_for_its_scope():
     """For a loop that ends early, such as one that draws tokens until a queue is empty."""
     loop = "condition=%condition, body=%body"
-    named = LOOP.replace(loop, f'{loop}, metadata={{op_name="jit(f)/queue/decode/while"}}')
-    assert totals(named, decode=7, queue=2)[0] == 7 / 5 * totals(LOOP)[0]
-    assert totals(named, queue=2)[0] == totals(named)[0] == totals(LOOP)[0]
+    text = LOOP.replace(loop, f'{loop}, metadata={{op_name="jit(f)/queue/decode/while"}}')
+    assert totals(text, decode=7, queue=2)[0] == 7 / 5 * totals(LOOP)[0]
+    assert totals(text, queue=2)[0] == totals(text)[0] == totals(LOOP)[0]
     inner = LOOP.replace(loop, f'{loop}, metadata={{op_name="jit(f)/decode/while/body/while"}}')
     assert totals(inner, decode=7)[0] == totals(LOOP)[0]
 
@@ -80,18 +82,20 @@ ENTRY %main (a: f32[8,1024]) -> f32[8,1024] {
 
 
 def test_attributes_of_a_kernel_may_contain_newlines():
-    said = 'custom-call(%a), frontend_attributes={kernel_metadata={\n"block": "{512}"\n}}, x={}'
-    kernel = f"  %k = f32[8,16]{{1,0}} {said}\n"
-    there = LOOP.replace("  %zero = s32[] constant(0)\n", f"{kernel}  %zero = s32[] constant(0)\n")
-    assert there != LOOP
-    assert totals(there)[::2] == totals(LOOP)[::2]
+    call = 'custom-call(%a), frontend_attributes={kernel_metadata={\n"block": "{512}"\n}}, x={}'
+    kernel = f"  %k = f32[8,16]{{1,0}} {call}\n"
+    text_with_kernel = LOOP.replace(
+        "  %zero = s32[] constant(0)\n", f"{kernel}  %zero = s32[] constant(0)\n"
+    )
+    assert text_with_kernel != LOOP
+    assert totals(text_with_kernel)[::2] == totals(LOOP)[::2]
 
 
 def test_on_chip_memory_is_no_traffic():
-    there = LOOP.replace(
+    text_on_chip = LOOP.replace(
         "%w = f32[16,16]{1,0} constant", "%w = f32[16,16]{1,0:T(8,128)S(1)} constant"
     )
-    assert totals(LOOP)[1] - totals(there)[1] == 5 * 16 * 16 * 4
+    assert totals(LOOP)[1] - totals(text_on_chip)[1] == 5 * 16 * 16 * 4
 
 
 BRANCHES = """HloModule jit_g
@@ -142,12 +146,12 @@ def test_an_update_in_place_moves_what_it_writes():
 
 def test_a_fusion_beside_others_moves_as_much_and_an_allocated_buffer_nothing():
     """A GPU's copy into a stack, whose start names its operands among its results."""
-    whole, row = "f32[64,64]{1,0}", "f32[1,64]{1,0}"
-    line = f"  ROOT %r = {whole} fusion(%c, %x, %i), kind=kLoop, calls=%put"
+    buffer, row = "f32[64,64]{1,0}", "f32[1,64]{1,0}"
+    line = f"  ROOT %r = {buffer} fusion(%c, %x, %i), kind=kLoop, calls=%put"
     lines = [
-        f'  %b = {whole} custom-call(), custom_call_target="AllocateBuffer"',
-        f"  %s = (({whole}, {row}, s32[]), {whole}, u32[]) fusion-start(%b, %x, %i), calls=%put",
-        f"  ROOT %r = {whole} fusion-done(%s)",
+        f'  %b = {buffer} custom-call(), custom_call_target="AllocateBuffer"',
+        f"  %s = (({buffer}, {row}, s32[]), {buffer}, u32[]) fusion-start(%b, %x, %i), calls=%put",
+        f"  ROOT %r = {buffer} fusion-done(%s)",
     ]
     assert line in UPDATE
     assert totals(UPDATE.replace(line, "\n".join(lines)))[1] == totals(UPDATE)[1]
@@ -215,8 +219,8 @@ def test_each_collective_sends_its_share_over_its_axes():
     }
 
 
-@pytest.mark.parametrize(("kind", "sent"), [("ALL_REDUCE", 512.0), ("ONE_TO_ONE", 512.0)])
-def test_transfers_to_other_slices_are_counted(kind, sent):
+@pytest.mark.parametrize(("kind", "expected"), [("ALL_REDUCE", 512.0), ("ONE_TO_ONE", 512.0)])
+def test_transfers_to_other_slices_are_counted(kind, expected):
     """As XLA writes it for two slices, of which only the first axis of a mesh tells one apart."""
     text = """ENTRY %main (a: f32[8,16]) -> f32[8,16] {
   %a = f32[8,16]{1,0} parameter(0)
@@ -226,10 +230,10 @@ def test_transfers_to_other_slices_are_counted(kind, sent):
   ROOT %b = f32[8,16]{1,0} get-tuple-element(%r), index=0
 }
 """
-    told = f'_xla_megascale_target="{{1,2}}x{{0:3}}",_xla_megascale_transfer_type="{kind}"'
-    _, _, found = totals(text.replace("FOR", f"frontend_attributes={{{told}}}"), (2, 4))
+    attribute = f'_xla_megascale_target="{{1,2}}x{{0:3}}",_xla_megascale_transfer_type="{kind}"'
+    _, _, transfers = totals(text.replace("FOR", f"frontend_attributes={{{attribute}}}"), (2, 4))
     name = "all-reduce" if kind == "ALL_REDUCE" else "collective-permute"
-    assert found == {(name, (0,)): sent}
+    assert transfers == {(name, (0,)): expected}
 
 
 def test_the_attention_kernel_counts_as_the_products_it_makes():
@@ -281,8 +285,8 @@ ENTRY %main (q: bf16[4,2,8,64], k: bf16[4,2,256,64], v: bf16[4,2,256,64]) -> f32
   ROOT %read_cache.2 = f32[4,2,8,64]{3,2,1,0} custom-call(%q, %k, %v, %mask), metadata={op_name="jit(f)/read_cache/pallas_call"}
 }
 """  # noqa: E501
-    queries, held = 4 * 2 * 8 * 64, 2 * 4 * 2 * 64 * 256 * 2 + 4 * 256 * 4
+    queries, cache_bytes = 4 * 2 * 8 * 64, 2 * 4 * 2 * 64 * 256 * 2 + 4 * 256 * 4
     for share in (1.0, 0.5):
         (cost,) = program_costs(text, (1,), {"read_cache": share, "splash": 0.1})
         assert cost.flops == 2 * 2 * queries * 256 * (1 + share)
-        assert cost.bytes == 2 * (2 + 4) * queries + held * (1 + share)
+        assert cost.bytes == 2 * (2 + 4) * queries + cache_bytes * (1 + share)

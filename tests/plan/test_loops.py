@@ -83,8 +83,8 @@ def test_a_loop_counts_as_its_twin_without_one_that_xla_counts_itself(unroll):
 
     twin = scanned(12)
     assert not re.search(r" while\(", twin.as_text())
-    own = twin.cost_analysis()["flops"]
-    assert own == pytest.approx(12 * PRODUCT, rel=0.2)  # which counts sums and tanh, too
+    twin_flops = twin.cost_analysis()["flops"]
+    assert twin_flops == pytest.approx(12 * PRODUCT, rel=0.2)  # which counts sums and tanh, too
     assert flops(twin.as_text()) == flops(unsaid(scanned(unroll).as_text())) == 12 * PRODUCT
 
 

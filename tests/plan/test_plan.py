@@ -71,8 +71,8 @@ def tiny(**tables):
 
 
 def test_topologies_are_read_and_unknown_ones_refused_with_the_known():
-    found = parse_topology("2*v5p:4x4x8")
-    assert (found.family, found.shape, found.slices, found.chips) == ("v5p", (4, 4, 8), 2, 256)
+    slices = parse_topology("2*v5p:4x4x8")
+    assert (slices.family, slices.shape, slices.slices, slices.chips) == ("v5p", (4, 4, 8), 2, 256)
     assert parse_topology("v5p:4x8x12").chips == 384  # as libtpu builds it, if not in the list
     assert parse_topology("v5e:1x1").chips == 1
     for name in ("v5p:4x4x5", "v5p:8x4x4", "v5p:0x4x4", "v4:8x8x96", "v7:2x2", "v5e", "0*v5e:4x4"):
@@ -91,9 +91,9 @@ def test_every_figure_of_a_chip_has_a_source():
 def grid(shape, *slices):
     """Devices of a mesh as their coordinates alone, slice after slice."""
     places = [(s, i, j) for s in slices or (0,) for i in range(shape[0]) for j in range(shape[1])]
-    found = np.empty(len(places), object)
-    found[:] = [SimpleNamespace(coords=[i, j, 0], slice_index=s) for s, i, j in places]
-    return found
+    grid_devices = np.empty(len(places), object)
+    grid_devices[:] = [SimpleNamespace(coords=[i, j, 0], slice_index=s) for s, i, j in places]
+    return grid_devices
 
 
 def test_an_axis_has_the_links_of_its_dimensions():
@@ -156,10 +156,10 @@ def test_a_tiny_run_is_compiled_and_its_numbers_add_up():
     assert least < sampler["flops"] < 4 * least
     # the weights are gathered once, in bfloat16; the embedding is also transposed for the output,
     # before or after it is sent
-    sent = sampler["collective_bytes_by_kind"]["all-gather/fsdp"]
-    assert 2 * (layer + head) * 3 / 4 < sent < 1.5 * 2 * (layer + 2 * head) * 3 / 4
-    whole = 2 * (layer + 2 * head)
-    assert sampler["bytes_by_part"]["prepared"] == pytest.approx(whole, rel=0.02)
+    gathered = sampler["collective_bytes_by_kind"]["all-gather/fsdp"]
+    assert 2 * (layer + head) * 3 / 4 < gathered < 1.5 * 2 * (layer + 2 * head) * 3 / 4
+    prepared = 2 * (layer + 2 * head)
+    assert sampler["bytes_by_part"]["prepared"] == pytest.approx(prepared, rel=0.02)
     assert "verdict: fits" in data["text"]
     assert "4 chips" in data["text"]
 
@@ -189,21 +189,21 @@ def test_a_sampler_on_its_own_mesh_gets_its_weights_by_a_program_that_is_counted
     assert list(data["programs"]) == ["resharding", "sampler", "train_step"]
     assert (data["mesh"]["fsdp"], data["sampling_mesh"]["tensor"]) == (4, 2)
     layer, head = 4 * 128 * 128 + 3 * 128 * 256, 128 * 512
-    whole = 2 * (layer + 2 * head)  # in 16 bits; the embedding is turned for the output, too
-    moved, sampler = data["programs"]["resharding"], data["programs"]["sampler"]
-    for program in (moved, sampler):
-        assert program["bytes_by_part"]["prepared"] == pytest.approx(whole / 2, rel=0.05)
+    prepared = 2 * (layer + 2 * head)  # in 16 bits; the embedding is turned for the output, too
+    resharding, sampler = data["programs"]["resharding"], data["programs"]["sampler"]
+    for program in (resharding, sampler):
+        assert program["bytes_by_part"]["prepared"] == pytest.approx(prepared / 2, rel=0.05)
         assert program["bytes_per_chip"] == pytest.approx(sum(program["bytes_by_part"].values()))
     # a quarter of the weights is on each chip: half of it is exchanged, then it is gathered by two
-    sent = moved["collective_bytes"]
-    assert 0.25 * whole < sent < 0.45 * whole
+    bytes_sent = resharding["collective_bytes"]
+    assert 0.25 * prepared < bytes_sent < 0.45 * prepared
     # the token loop sends what tensor parallelism adds up, and no weights; across the batch only
     # tokens and whether all rows are done
     kinds = sampler["collective_bytes_by_kind"]
     across = sum(count for kind, count in kinds.items() if not kind.endswith("/tensor"))
     assert across < 0.02 * kinds["all-reduce/tensor"]
     assert "all-gather/fsdp" not in sampler["collective_bytes_by_kind"]
-    assert sampler["collective_bytes"] < 0.5 * whole
+    assert sampler["collective_bytes"] < 0.5 * prepared
     assert sampler["reads"]["weights"] == pytest.approx(16 * (layer + head), rel=0.05)
     assert "sampling on mesh data 2 x tensor 2" in data["text"]
     assert "model FLOP utilisation" in data["text"]
@@ -242,16 +242,16 @@ def test_the_weights_of_405b_are_sent_to_1024_chips_as_integers():
     tree = load_config(path, [*changes, "model.config.layers=2"]).model_dump(
         mode="json", exclude_none=True
     )
-    found = ask("resharded", tree, "v5p:8x8x16", -1.0)
+    program = ask("resharded", tree, "v5p:8x8x16", -1.0)
     layer = 16384 * (128 + 2 * 8 + 128) * 128 + 3 * 16384 * 53248
     embed = 16384 * 128256
-    held = (2 * layer + embed + 2 * embed) / 8  # the embedding alone has 16 bits
-    assert found["bytes_by_part"]["prepared"] == pytest.approx(held, rel=0.01)
-    sent = found["collective_bytes_by_kind"]
-    assert sent["all-gather/fsdp"] == pytest.approx(held * 127 / 128, rel=0.01)
-    assert sum(sent.values()) < 1.02 * sent["all-gather/fsdp"]
+    prepared = (2 * layer + embed + 2 * embed) / 8  # the embedding alone has 16 bits
+    assert program["bytes_by_part"]["prepared"] == pytest.approx(prepared, rel=0.01)
+    bytes_by_kind = program["collective_bytes_by_kind"]
+    assert bytes_by_kind["all-gather/fsdp"] == pytest.approx(prepared * 127 / 128, rel=0.01)
+    assert sum(bytes_by_kind.values()) < 1.02 * bytes_by_kind["all-gather/fsdp"]
     # what is there beside: one matrix before it is in place, not all of them
-    assert found["bytes_by_part"]["temporaries"] < 0.6 * held
+    assert program["bytes_by_part"]["temporaries"] < 0.6 * prepared
 
 
 @needs_libtpu
@@ -277,9 +277,9 @@ def test_what_cannot_be_divided_is_refused_before_anything_is_compiled():
             "mesh.data = 1 does not divide over 2 slices",
         ),
     ]
-    topologies, tables, says = zip(*cases, strict=True)
-    said = ask("refused", [tiny_tree(**x) for x in tables], topologies)
-    for line, expected in zip(said, says, strict=True):
+    topologies, tables, expected_lines = zip(*cases, strict=True)
+    messages = ask("refusals", [tiny_tree(**x) for x in tables], topologies)
+    for line, expected in zip(messages, expected_lines, strict=True):
         assert re.search(expected, line), line
 
 
@@ -304,13 +304,13 @@ def test_a_plan_that_is_too_large_says_by_how_much_and_what_would_do():
         return plan_memory.remedies(run, topology, name, sizes)
 
     config = tiny(train={"prompts": 64})
-    found = remedies("train_step", config, weights=2, optimizer=4, temporaries=30)
-    assert found[0] == "train_step: 20.0 GiB too much on each chip"
-    assert "train.microbatches = 4" in found
-    found = remedies("train_step", config, weights=20, optimizer=40)
-    assert any("v5e:4x8" in line for line in found)
-    found = remedies("sampler", tiny(train={"prompts": 64}), weights=2, cache=20)
-    assert any(line.startswith("sampling.slots = 16") for line in found)
+    lines = remedies("train_step", config, weights=2, optimizer=4, temporaries=30)
+    assert lines[0] == "train_step: 20.0 GiB too much on each chip"
+    assert "train.microbatches = 4" in lines
+    lines = remedies("train_step", config, weights=20, optimizer=40)
+    assert any("v5e:4x8" in line for line in lines)
+    lines = remedies("sampler", tiny(train={"prompts": 64}), weights=2, cache=20)
+    assert any(line.startswith("sampling.slots = 16") for line in lines)
 
 
 def test_a_slice_with_more_memory_is_named_whatever_the_slice():
@@ -334,55 +334,57 @@ def test_a_slice_with_more_memory_is_named_whatever_the_slice():
 
 def test_a_copy_for_the_sampler_that_does_not_fit_is_refused_before_anything_compiles(monkeypatch):
     """8B on 8 devices: an eighth of the state, and for a tensor axis of 1 all weights."""
-    own = ["mesh={fsdp=8}", "sampling.mesh={data=8}", "train.microbatches=1"]
+    overrides = ["mesh={fsdp=8}", "sampling.mesh={data=8}", "train.microbatches=1"]
     mesh = make_mesh({"fsdp": 8}, jax.devices()[:8])
     monkeypatch.setattr(programs, "device_memory", lambda mesh: 20 * plan_memory.GIB)
-    run = lower.abstract_run(load_config(CONFIGS / "pod_8b_v6e.toml", own), mesh)
-    with pytest.raises(UserError, match="sampling.mesh: a device would hold 15.3 GiB") as refused:
+    run = lower.abstract_run(load_config(CONFIGS / "pod_8b_v6e.toml", overrides), mesh)
+    with pytest.raises(UserError, match="sampling.mesh: a device would hold 15.3 GiB") as caught:
         programs.check_resharding(run)
     does = "6.7 GiB more than its 20 GiB; raise sampling.mesh.tensor to 8, set sampling.int8 to"
-    assert does in str(refused.value)
-    config = load_config(CONFIGS / "pod_8b_v6e.toml", [*own, "sampling.int8=['weights']"])
+    assert does in str(caught.value)
+    config = load_config(CONFIGS / "pod_8b_v6e.toml", [*overrides, "sampling.int8=['weights']"])
     programs.check_resharding(lower.abstract_run(config, mesh))
 
 
 def test_a_deep_program_is_extrapolated_from_few_layers(monkeypatch):
     """Of a program with unrolled layers; a training step of like layers is compiled complete."""
-    gib, asked = plan_memory.GIB, []
+    gib, compiled = plan_memory.GIB, []
 
     def shallow(run, topology, names, *options):
         layers = run.model.layers
-        asked.append((layers, *names))
+        compiled.append((layers, *names))
         sizes = {"weights": gib, "temporaries": layers * gib, "total": (1 + layers) * gib}
-        sent = {"all-gather/fsdp": 5.0 * layers, f"odd/{layers}": 1.0}
+        bytes_by_kind = {"all-gather/fsdp": 5.0 * layers, f"odd/{layers}": 1.0}
         bound = {"compute": 2.0, "memory": 1.0 * layers, "network": 0.0}
-        program = Program(sizes, True, 3.0 + 2 * layers, 7.0, sent, sum(bound.values()), bound, 1)
+        program = Program(
+            sizes, True, 3.0 + 2 * layers, 7.0, bytes_by_kind, sum(bound.values()), bound, 1
+        )
         return {name: program for name in names if name != "resharding"}
 
     def quick(**model):
-        asked.clear()
+        compiled.clear()
         return plan.quick_plan(tiny(model=TINY | model), parse_topology("v5e:2x2"))
 
     monkeypatch.setattr(plan, "_programs", shallow)
     mesh = make_mesh({"fsdp": 4}, jax.devices()[:4])
     monkeypatch.setattr(plan, "plan_mesh", lambda config, topology: mesh)
-    found = quick(layers=20)
+    deep_plan = quick(layers=20)
     sampling = ("resharding", "sampler")
-    assert asked == [(20, "train_step"), (2, *sampling), (4, *sampling)]
-    assert list(found.programs) == ["sampler", "train_step"]
-    program = found.programs["sampler"]
-    assert (program.layers, found.programs["train_step"].layers) == ((2, 4), ())
+    assert compiled == [(20, "train_step"), (2, *sampling), (4, *sampling)]
+    assert list(deep_plan.programs) == ["sampler", "train_step"]
+    program = deep_plan.programs["sampler"]
+    assert (program.layers, deep_plan.programs["train_step"].layers) == ((2, 4), ())
     assert program.bytes_per_chip == {"weights": gib, "temporaries": 20 * gib, "total": 21 * gib}
-    assert (found.fits, program.fits) == (False, False)
-    assert found.remedies[0] == "sampler: 5.0 GiB too much on each chip"
+    assert (deep_plan.fits, program.fits) == (False, False)
+    assert deep_plan.remedies[0] == "sampler: 5.0 GiB too much on each chip"
     assert (program.flops, program.roofline_seconds, program.compile_seconds) == (43, 22, 2)
     # what only the deeper program sends grows, what only the shallower one sends is not below none
     assert program.collective_bytes == {"all-gather/fsdp": 100, "odd/2": 0, "odd/4": 9}
     # four layers need no line
     quick(layers=4)
-    assert asked == [(4, *sampling, "train_step")]
+    assert compiled == [(4, *sampling, "train_step")]
     quick(layers=20, experts=4, experts_per_token=2, expert_mlp_dim=8, expert_pattern=[False, True])
-    assert asked == [(20,), (4, *sampling, "train_step"), (8, *sampling, "train_step")]
+    assert compiled == [(20,), (4, *sampling, "train_step"), (8, *sampling, "train_step")]
 
 
 def test_extrapolated_temporaries_are_no_fewer_than_measured():
@@ -391,8 +393,8 @@ def test_extrapolated_temporaries_are_no_fewer_than_measured():
         Program({"weights": w, "temporaries": t, "total": w + t}, True, *[None] * 5, 1.0)
         for w, t in ((1.0, 9.0), (2.0, 6.0))
     )
-    found = plan.extrapolate(low, high, 50.0, parse_topology("v5e:2x2"))
-    assert found.bytes_per_chip == {"weights": 51.0, "temporaries": 6.0, "total": 57.0}
+    extrapolated = plan.extrapolate(low, high, 50.0, parse_topology("v5e:2x2"))
+    assert extrapolated.bytes_per_chip == {"weights": 51.0, "temporaries": 6.0, "total": 57.0}
 
 
 def test_every_out_of_memory_error_of_xla_is_read():
@@ -408,9 +410,9 @@ def test_the_search_proposes_only_what_divides_and_prefers_what_fits():
     config = load_config(CONFIGS / "pod_8b_v6e.toml")
     topology = parse_topology("v6e:8x8")
     model = lower.run_model(config, None)
-    found = list(enumerate_candidates(config, model, topology))
-    assert {c.rollout is None for c in found} == {False, True}
-    for c in found:
+    candidates = list(enumerate_candidates(config, model, topology))
+    assert {c.rollout is None for c in candidates} == {False, True}
+    for c in candidates:
         for sizes in (c.mesh, c.rollout or c.mesh):
             mesh = dict(sizes)
             assert np.prod(list(mesh.values())) == (64 if c.rollout is None else 32)
@@ -420,21 +422,21 @@ def test_the_search_proposes_only_what_divides_and_prefers_what_fits():
         assert config.train.prompts % (mesh["data"] * mesh["fsdp"] * c.microbatches) == 0
         assert c.sampler != c.mesh
         assert c.sampler is None or (c.rollout is None and np.prod([n for _, n in c.sampler]) == 64)
-    assert len({c.sampler for c in found}) == 1 + plan_search.SAMPLERS
-    assert {c.remat for c in found} == {"full", "mlp", "dots", "elementwise", "none"}
-    assert {c.formats for c in found} == {()}  # nothing is rounded that was not asked for
-    assert {c.slots is None for c in found} == {True, False}
+    assert len({c.sampler for c in candidates}) == 1 + plan_search.SAMPLERS
+    assert {c.remat for c in candidates} == {"full", "mlp", "dots", "elementwise", "none"}
+    assert {c.formats for c in candidates} == {()}  # nothing is rounded that was not asked for
+    assert {c.slots is None for c in candidates} == {True, False}
     rounded = load_config(CONFIGS / "pod_8b_v6e.toml", ["sampling.int8=['weights', 'cache']"])
     formats = {c.formats for c in enumerate_candidates(rounded, model, topology)}
     assert formats == {(), *((("int8", x),) for x in ((), ("weights",), ("cache",)))}
     short = ["sampling.int8=['cache']", "sampling.float8=['weights']"]
     rounded = load_config(CONFIGS / "pod_8b_v6e.toml", short)
-    found = [c for c in enumerate_candidates(rounded, model, topology) if c.formats]
-    in_8_bits = {c.applied(rounded).sampling.in_8_bits for c in found}
+    candidates = [c for c in enumerate_candidates(rounded, model, topology) if c.formats]
+    in_8_bits = {c.applied(rounded).sampling.in_8_bits for c in candidates}
     assert in_8_bits == {(), ("weights",), ("cache",)}
-    alone = next(c for c in found if c.applied(rounded).sampling.float8)
+    alone = next(c for c in candidates if c.applied(rounded).sampling.float8)
     assert alone.text().endswith('sampling.int8=[] sampling.float8=["weights"]')
-    best = min(found, key=Estimates(config, model, topology))
+    best = min(candidates, key=Estimates(config, model, topology))
     assert dict(best.mesh)["data"] < 64  # eight billion weights and moments on one chip do not fit
 
 
@@ -447,14 +449,14 @@ def test_few_slots_take_more_turns_and_less_memory():
     """Each turn reads the weights again; where the cache of all does not fit that is what does."""
     topology, mesh = parse_topology("v6e:8x8"), {"data": 16, "fsdp": 1, "tensor": 4, "expert": 1}
 
-    def seconds(kept, **sampling):
-        given = [f"sampling.{name}={value}" for name, value in sampling.items()]
-        config = load_config(CONFIGS / "pod_8b_v6e.toml", given)
-        return sampling_seconds(config, lower.run_model(config, None), topology, mesh, kept)
+    def seconds(bytes_kept, **sampling):
+        overrides = [f"sampling.{name}={value}" for name, value in sampling.items()]
+        config = load_config(CONFIGS / "pod_8b_v6e.toml", overrides)
+        return sampling_seconds(config, lower.run_model(config, None), topology, mesh, bytes_kept)
 
     assert seconds(0.0) < seconds(0.0, slots=512) < 2 * seconds(0.0)
-    kept = 24.0 * plan_memory.GIB
-    assert seconds(kept, slots=256) < seconds(kept)
+    room = 24.0 * plan_memory.GIB
+    assert seconds(room, slots=256) < seconds(room)
     assert seconds(0.0, int8="['weights', 'cache']") < 0.6 * seconds(0.0)
 
 
@@ -485,8 +487,8 @@ def inline(monkeypatch):
 
 def pretend_plan(config, topology, *, placement, effort=0.0):
     """A training step of as many seconds as microbatches, and a rollout of 8; 5 on its own mesh."""
-    own = bool(config.sampling.mesh)
-    seconds = {"sampler": 5.0 if own else 8.0, "train_step": config.train.microbatches}
+    own_mesh = bool(config.sampling.mesh)
+    seconds = {"sampler": 5.0 if own_mesh else 8.0, "train_step": config.train.microbatches}
     if not effort:  # a run's programs are a little faster
         seconds = {name: 0.9 * x for name, x in seconds.items()}
     names = [placement]
@@ -511,31 +513,31 @@ def test_the_search_ranks_by_time_with_what_fits_first(monkeypatch, inline):
         {axis: config.mesh_axes[axis] for axis in ("data", "fsdp", "tensor", "expert")},
         config.train.microbatches,
     )
-    found = plan_search.search(config, topology, limit=400)
+    ranked = plan_search.search(config, topology, limit=400)
     # the best is compiled again as a run compiles it, and says what it was ranked by
-    assert (found[0]["effort"], found[0]["ranked_seconds"]) == (0.0, 6.0)
-    assert found[0]["step_seconds"] == pytest.approx(5.4)
-    assert {f["effort"] for f in found[1:]} == {-1.0}
-    found[0] |= {"step_seconds": 6.0}
-    fitting = [f["step_seconds"] for f in found if f["fits"]]
+    assert (ranked[0]["effort"], ranked[0]["ranked_seconds"]) == (0.0, 6.0)
+    assert ranked[0]["step_seconds"] == pytest.approx(5.4)
+    assert {f["effort"] for f in ranked[1:]} == {-1.0}
+    ranked[0] |= {"step_seconds": 6.0}
+    fitting = [f["step_seconds"] for f in ranked if f["fits"]]
     assert fitting == sorted(fitting)
-    assert [f["fits"] for f in found] == sorted((f["fits"] for f in found), reverse=True)
+    assert [f["fits"] for f in ranked] == sorted((f["fits"] for f in ranked), reverse=True)
     move = 2 * plan_memory.GIB / topology.chip.link_bandwidth
-    apart = next(f for f in found if f["placement"] == "disjoint" and f["fits"])
-    assert apart["step_seconds"] == pytest.approx(8.0 + move)
-    assert apart["seconds"] == {"sampler": 8.0, "train_step": apart["microbatches"]}
-    together = [f for f in found if f["placement"] == "colocated" and f["fits"]]
+    disjoint = next(f for f in ranked if f["placement"] == "disjoint" and f["fits"])
+    assert disjoint["step_seconds"] == pytest.approx(8.0 + move)
+    assert disjoint["seconds"] == {"sampler": 8.0, "train_step": disjoint["microbatches"]}
+    together = [f for f in ranked if f["placement"] == "colocated" and f["fits"]]
     assert (together[0]["step_seconds"], together[0]["sampling_mesh"] is None) == (6.0, False)
     shared = next(f for f in together if f["sampling_mesh"] is None)
     assert shared["step_seconds"] == 9.0
-    assert all(f["estimated_seconds"] > 0 for f in found)
+    assert all(f["estimated_seconds"] > 0 for f in ranked)
     mixed = load_config(CONFIGS / "pod_8b_v6e.toml", together[0]["changes"].split())
     assert mixed.sampling.mesh_axes == together[0]["sampling_mesh"] | {"context": 1}
     # what is printed can be given as overrides, and is then planned for as it was
-    again = load_config(CONFIGS / "pod_8b_v6e.toml", apart["changes"].split())
-    assert again.sampling.mesh_axes == apart["rollout_mesh"] | {"context": 1}
+    again = load_config(CONFIGS / "pod_8b_v6e.toml", disjoint["changes"].split())
+    assert again.sampling.mesh_axes == disjoint["rollout_mesh"] | {"context": 1}
     same = plan_disjoint(again, topology, pretend_plan, effort=-1.0)
-    assert same.step_seconds == apart["step_seconds"]
+    assert same.step_seconds == disjoint["step_seconds"]
 
 
 def test_a_candidate_whose_compilation_ends_the_process_is_one_of_the_found(monkeypatch, inline):
@@ -550,20 +552,20 @@ def test_a_candidate_whose_compilation_ends_the_process_is_one_of_the_found(monk
     monkeypatch.setattr(plan_search, "quick_plan", pretend_plan)
     monkeypatch.setattr(Inline, "__call__", abort)
     config = load_config(CONFIGS / "pod_8b_v6e.toml")
-    found = plan_search.search(config, parse_topology("v6e:8x8"), limit=3)
+    ranked = plan_search.search(config, parse_topology("v6e:8x8"), limit=3)
     # the training half that ended it is compiled once, and all that share it have its error
     halves = {True: set(), False: set()}
-    for f in found:
+    for f in ranked:
         failed = f["error"] == "XLA ended the process"
         halves[failed].add((str(f["mesh"]), f["remat"], f["microbatches"], f["placement"]))
     assert len(halves[True]) == 1
     assert halves[False]
     assert not halves[True] & halves[False]
-    assert (found[-1]["fits"], found[-1]["step_seconds"]) == (False, None)
-    table = search_text(found)
+    assert (ranked[-1]["fits"], ranked[-1]["step_seconds"]) == (False, None)
+    table = search_text(ranked)
     assert "(XLA ended the process)" in table
-    ratios = [f["ranked_seconds"] / f["estimated_seconds"] for f in found if f["fits"]]
-    assert found[0]["estimate_ratio"] == pytest.approx(np.median(ratios))
+    ratios = [f["ranked_seconds"] / f["estimated_seconds"] for f in ranked if f["fits"]]
+    assert ranked[0]["estimate_ratio"] == pytest.approx(np.median(ratios))
     assert table.endswith("times the estimates (median of what fits)")
 
 
@@ -583,10 +585,10 @@ def test_a_process_that_ends_is_told_from_an_error_and_the_next_call_has_another
 def test_estimates_divide_experts_alone_over_the_expert_axis():
     config = load_config(CONFIGS / "pod_30b_a3b_v5p.toml")
     model, one = lower.run_model(config, None), {"data": 1, "fsdp": 1, "tensor": 1, "context": 1}
-    whole, split = (gather.weight_numbers(model, one | {"expert": n}) for n in (1, 4))
+    undivided, split = (gather.weight_numbers(model, one | {"expert": n}) for n in (1, 4))
     experts = 48 * 128 * (3 * 2048 * 768 + 2048)  # and the router's columns
-    assert whole - split == experts * 3 / 4
-    assert whole == count_params(model)
+    assert undivided - split == experts * 3 / 4
+    assert undivided == count_params(model)
 
 
 def test_collectives_have_the_links_of_the_dimensions_that_they_span():
@@ -599,29 +601,29 @@ def test_collectives_have_the_links_of_the_dimensions_that_they_span():
 
 def test_a_rollout_mesh_that_cannot_fit_is_compiled_for_once(monkeypatch, inline):
     def cannot(config, topology, **options):
-        found = pretend_plan(config, topology, **options)
+        pretended = pretend_plan(config, topology, **options)
         placement = options["placement"]
-        programs = {n: p._replace(fits=n != "sampler") for n, p in found.programs.items()}
-        return found._replace(programs=programs, fits=placement == "train_step")
+        programs = {n: p._replace(fits=n != "sampler") for n, p in pretended.programs.items()}
+        return pretended._replace(programs=programs, fits=placement == "train_step")
 
     monkeypatch.setattr(plan_search, "quick_plan", cannot)
     config = load_config(CONFIGS / "pod_8b_v6e.toml")
-    found = plan_search.search(config, parse_topology("v6e:8x8"), limit=400)
-    apart = [str(f["rollout_mesh"]) for f in found if f["placement"] == "disjoint"]
-    assert len(apart) == len(set(apart)) == 2
-    assert len(found) > 10
-    assert not any(f["fits"] for f in found)
+    ranked = plan_search.search(config, parse_topology("v6e:8x8"), limit=400)
+    disjoint_meshes = [str(f["rollout_mesh"]) for f in ranked if f["placement"] == "disjoint"]
+    assert len(disjoint_meshes) == len(set(disjoint_meshes)) == 2
+    assert len(ranked) > 10
+    assert not any(f["fits"] for f in ranked)
 
 
 def test_each_half_is_compiled_once_and_the_time_is_kept(monkeypatch, inline):
-    asked, clock = [], iter(range(0, 10**6, 40))
+    compiled, clock = [], iter(range(0, 10**6, 40))
 
     def counted(config, topology, *, placement, effort):
         axes = config.sampling.mesh_axes if placement == "sampler" else {}
-        asked.append((placement, str(config.mesh), str(axes)))
+        compiled.append((placement, str(config.mesh), str(axes)))
         if placement == "train_step":
-            asked[-1] += (config.model.remat, config.train.microbatches)
-        asked[-1] += (effort,)
+            compiled[-1] += (config.model.remat, config.train.microbatches)
+        compiled[-1] += (effort,)
         return pretend_plan(config, topology, placement=placement, effort=effort)
 
     monkeypatch.setattr(plan_search, "quick_plan", counted)
@@ -630,13 +632,13 @@ def test_each_half_is_compiled_once_and_the_time_is_kept(monkeypatch, inline):
     config, lines = load_config(CONFIGS / "pod_8b_v6e.toml"), []
     topology = parse_topology("v6e:8x8")
     # each candidate asks the clock before and after, and so takes 40 s of every 80
-    found = plan_search.search(config, topology, limit=40, seconds=400, echo=lines.append)
-    assert lines[-1] == f"stopped after {len(found)} of 40: the next would exceed 400 s"
-    assert 3 <= len(found) <= 6
-    asked.clear()
+    ranked = plan_search.search(config, topology, limit=40, seconds=400, echo=lines.append)
+    assert lines[-1] == f"stopped after {len(ranked)} of 40: the next would exceed 400 s"
+    assert 3 <= len(ranked) <= 6
+    compiled.clear()
     plan_search.search(config, topology, limit=40)
-    assert len(asked) == len(set(asked)) < 80
-    assert {name for name, *_ in asked} == {"sampler", "train_step"}
+    assert len(compiled) == len(set(compiled)) < 80
+    assert {name for name, *_ in compiled} == {"sampler", "train_step"}
 
 
 def test_the_state_stays_in_memory_while_the_sampler_runs_on_its_own_mesh():
@@ -650,20 +652,20 @@ def test_the_state_stays_in_memory_while_the_sampler_runs_on_its_own_mesh():
 
     sampler = half("sampler", 4.0, weights=1, prepared=8, cache=4)._replace(sampling_mesh={"a": 1})
     training = half("train_step", 2.0, weights=1, optimizer=6, temporaries=9)
-    found = plan_search.together(sampler, training)
-    assert found.step_seconds == 6.0
-    assert found.programs["sampler"].bytes_per_chip["total"] == 19 * gib
-    assert found.fits
+    joined = plan_search.together(sampler, training)
+    assert joined.step_seconds == 6.0
+    assert joined.programs["sampler"].bytes_per_chip["total"] == 19 * gib
+    assert joined.fits
     large = half("train_step", 2.0, weights=1, optimizer=20)
     assert not plan_search.together(sampler, large).programs["sampler"].fits
 
 
 def test_disjoint_rollout_and_training_have_half_of_the_slice_each():
     tables = {"placement": {}, "sampling": {"mesh": {"data": 4}}, "mesh": {"fsdp": 4}}
-    found = plan_disjoint(tiny(**tables), parse_topology("v5e:2x4"), pretend_plan)
-    assert found.rollout_mesh["data"] == 4
-    assert found.mesh["fsdp"] == 4
-    assert "in parallel" in as_text(found)
+    halves = plan_disjoint(tiny(**tables), parse_topology("v5e:2x4"), pretend_plan)
+    assert halves.rollout_mesh["data"] == 4
+    assert halves.mesh["fsdp"] == 4
+    assert "in parallel" in as_text(halves)
     with pytest.raises(UserError, match=r"mesh uses 4 chips.*half of v5e:4x4.*axes 8"):
         plan_disjoint(tiny(**tables), parse_topology("v5e:4x4"), pretend_plan)
     with pytest.raises(UserError, match="no slice has half its chips"):
@@ -681,8 +683,8 @@ def test_pod_configurations_name_sizes_and_topologies_that_exist(path):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("pod_*.toml")), ids=lambda p: p.stem)
 def test_pod_configurations_compile_and_fit(path):
-    found = ask("pod", str(path), load_config(path).plan.topology, -1.0)
-    assert found["fits"], found["text"]
+    planned = ask("pod", str(path), load_config(path).plan.topology, -1.0)
+    assert planned["fits"], planned["text"]
 
 
 # ---------------------------------------------------------------- the command
@@ -696,10 +698,10 @@ def test_the_command_refuses_a_topology_and_lists_the_known():
 
 def test_the_command_prints_json_and_fails_when_it_does_not_fit(monkeypatch):
     program = Program({"weights": 20.0, "total": 20.0}, False, *[None] * 5, 1.0)
-    found = Plan(
+    planned = Plan(
         parse_topology("v5e:2x2"), {"fsdp": 4}, {"train_step": program}, False, ["x"], 5, 6
     )
-    monkeypatch.setattr(plan, "make_plan", lambda *args, **kwargs: found)
+    monkeypatch.setattr(plan, "make_plan", lambda *args, **kwargs: planned)
     done = CliRunner().invoke(
         app, ["plan", str(CONFIGS / "tiny.toml"), "--topology", "v5e:2x2", "--json"]
     )

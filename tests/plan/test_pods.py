@@ -65,9 +65,9 @@ def step_flops(run, *, forward, backward):
     layers = 2 * rows * m.layers * (4 * (attention + 3 * down) - down)
     head = 4 * 2 * sizes.prompts * sizes.group * sizes.new * m.embed_dim * m.vocab_size
     width = sizes.prompt + sizes.new
-    seen = sizes.prompts * (sizes.prompt**2 + sizes.group * sizes.new * width)
+    pairs = sizes.prompts * (sizes.prompt**2 + sizes.group * sizes.new * width)
     products = 2 * forward + backward
-    return layers + head + 2 * m.layers * products * seen * m.heads * m.head_dim
+    return layers + head + 2 * m.layers * products * pairs * m.heads * m.head_dim
 
 
 def traced_flops(jaxpr):
@@ -119,10 +119,10 @@ def test_the_1_7b_step_multiplies_5_14e14_times_a_chip_of_16():
 
 def test_quick_plans_have_more_weights_than_stay_in_fast_memory(monkeypatch):
     """Of 8B over 8 chips a layer has 48 MB: of two layers XLA would keep most on the chip."""
-    asked = []
+    layers_compiled = []
 
     def compiled(run, topology, names, *options):
-        asked.append(run.shape.layers)
+        layers_compiled.append(run.shape.layers)
         none = Program({"total": 1.0}, True, *[1.0, 1.0, {}, 1.0, {}], 1.0)
         return dict.fromkeys(names, none)
 
@@ -134,19 +134,21 @@ def test_quick_plans_have_more_weights_than_stay_in_fast_memory(monkeypatch):
         # so small that all of it stays there, and no more of a deeper one is read
         (["model.config.embed_dim=128", "model.config.mlp_dim=512"], [36, 2, 4]),
     ):
-        asked.clear()
-        given = ["mesh={fsdp=8}", "sampling.mesh={}", *changes]
-        plan.quick_plan(load_config(CONFIGS / "pod_8b_v6e.toml", given), parse_topology("v6e:2x4"))
-        assert asked == layers
+        layers_compiled.clear()
+        overrides = ["mesh={fsdp=8}", "sampling.mesh={}", *changes]
+        plan.quick_plan(
+            load_config(CONFIGS / "pod_8b_v6e.toml", overrides), parse_topology("v6e:2x4")
+        )
+        assert layers_compiled == layers
 
 
 ROWS = json.loads((CONFIGS.parent / "benchmarks" / "pods.json").read_text())
 
 
 def test_the_page_on_configurations_has_the_table_of_the_compiled_plans():
-    shown = pods.table(pods.complete(ROWS))
-    assert shown.count("\n") == 1 + len(pods.SLICES)
-    assert shown in (CONFIGS / "README.md").read_text()
+    table = pods.table(pods.complete(ROWS))
+    assert table.count("\n") == 1 + len(pods.SLICES)
+    assert table in (CONFIGS / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", pods.SLICES)
@@ -161,11 +163,11 @@ def test_the_plans_on_record_are_of_the_configurations_as_they_are(name):
     assert (row["mesh"], row["sampling_mesh"]) == (dict(run.mesh.shape), dict(sampler.shape))
     assert row["in_8_bits"] == list(config.sampling.in_8_bits)
     for program, mesh in (("sampler", sampler), ("train_step", run.mesh)):
-        found = row[program]
-        assert found["floor_seconds"] == pytest.approx(floor_seconds(run, mesh, topology, program))
-        assert found["model_flops"] == pytest.approx(model_flops(run, program) / topology.chips)
-        assert found["fits"]
-        assert found["effort"] == 0
+        record = row[program]
+        assert record["floor_seconds"] == pytest.approx(floor_seconds(run, mesh, topology, program))
+        assert record["model_flops"] == pytest.approx(model_flops(run, program) / topology.chips)
+        assert record["fits"]
+        assert record["effort"] == 0
 
 
 SECONDS = {

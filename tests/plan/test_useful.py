@@ -44,15 +44,15 @@ def test_the_8b_step_on_64_chips_of_v6e_takes_at_least_0_89_seconds(pod):
 
 
 def test_decoding_reads_weights_and_the_live_part_of_the_cache_for_every_token(pod):
-    found = decoding(pod, pod.mesh)
+    traffic = decoding(pod, pod.mesh)
     each = 2 * 36 * 8 * 128 * 2
-    assert found.steps == 1024
-    assert found.cache == each * (128 * 512 + 1024 * 1025 / 2)
+    assert traffic.steps == 1024
+    assert traffic.cache == each * (128 * 512 + 1024 * 1025 / 2)
     matrices = layer_matrices(pod.shape) + 4096 * 151936
     norms = 4096 * (2 * 36 + 1) + 2 * 36 * 128
-    assert found.weights == 2 * (matrices + norms)
+    assert traffic.weights == 2 * (matrices + norms)
     # of 1,024 columns blocks of 128: on average four and a half of the eight
-    assert found.live == {"read_cache": 4.5 / 8, "splash": 0.75}
+    assert traffic.live == {"read_cache": 4.5 / 8, "splash": 0.75}
     few = pod._replace(
         config=pod.config.model_copy(
             update={"sampling": pod.config.sampling.model_copy(update={"slots": 256})}
@@ -85,8 +85,8 @@ def test_slots_are_of_each_device_that_samples_by_itself_else_of_all():
         mesh = make_mesh(axes, devices)
         with jax.set_mesh(mesh):
             alone = bool(lone_axes(gathered))
-        found = slots_on_chip(64, mesh.shape, gathered)
-        assert found == (64 if alone else 64 // batch_shards(mesh)), (axes, gathered)
+        slots = slots_on_chip(64, mesh.shape, gathered)
+        assert slots == (64 if alone else 64 // batch_shards(mesh)), (axes, gathered)
         assert slots_on_chip(0, mesh.shape, gathered) == 0
 
 

@@ -1,4 +1,4 @@
-"""What a page says of a run's health: of curves that show it, and of noise that does not."""
+"""Health remarks of a page: on curves with a trend, and none on noise."""
 
 import math
 import random
@@ -47,7 +47,7 @@ def test_accuracy_is_judged_by_its_own_intervals():
 
 
 @pytest.mark.parametrize(
-    ("name", "sound", "broken", "words"),
+    ("name", "sound", "faulty", "words"),
     [
         ("zero_std_groups", 0.3, 0.8, "most groups give no gradient"),
         ("truncated", 0.02, 0.4, "raise sampling.max_new_tokens"),
@@ -58,43 +58,43 @@ def test_accuracy_is_judged_by_its_own_intervals():
         ("reward_failures", 0.0, 0.2, "fail"),
     ],
 )
-def test_limits(name, sound, broken, words):
+def test_limits(name, sound, faulty, words):
     assert remarks(curve(name, [sound] * 50))[name] == ("", "")
-    note, level = remarks(curve(name, [sound] * 25 + [broken] * 25))[name]
+    note, level = remarks(curve(name, [sound] * 25 + [faulty] * 25))[name]
     assert words in note
     assert level == "look"
 
 
 def test_no_key_is_named_where_a_task_sets_the_length():
-    cut = [curve("truncated", [0.4] * 50)]
-    (found,) = findings(cut, fixed_length=True)
-    assert (found.note, found.level) == (
+    truncated = [curve("truncated", [0.4] * 50)]
+    (finding,) = findings(truncated, fixed_length=True)
+    assert (finding.note, finding.level) == (
         "many are truncated: they do not stop after the answer",
         "look",
     )
-    (found,) = findings([curve("truncated", [0.02] * 50)], fixed_length=True)
-    assert found.note == ""
+    (finding,) = findings([curve("truncated", [0.02] * 50)], fixed_length=True)
+    assert finding.note == ""
 
 
 def test_entropy_that_goes_and_lengths_that_double():
-    gone = curve("entropy", [2 * math.exp(-i / 20) for i in range(200)])
-    assert "nearly 0" in remarks(gone)["entropy"][0]
+    falling = curve("entropy", [2 * math.exp(-i / 20) for i in range(200)])
+    assert "nearly 0" in remarks(falling)["entropy"][0]
     assert "doubled" in remarks(curve("entropy", noisy(1, 3)))["entropy"][0]
     assert remarks(curve("length", noisy(100, 300, 5)))["length"][0] == "doubled"
     assert remarks(curve("length", noisy(300, 50, 5)))["length"][0] == "halved"
     # where nearly everything is solved, both are as they should be
     solved = curve("eval/accuracy", [0.3, 0.97], [0.2, 0.95], [0.4, 0.99])
-    found = remarks(solved, gone, curve("zero_std_groups", [0.9] * 50))
-    assert found["entropy"][1] == found["zero_std_groups"][1] == ""
+    notes = remarks(solved, falling, curve("zero_std_groups", [0.9] * 50))
+    assert notes["entropy"][1] == notes["zero_std_groups"][1] == ""
 
 
 def test_what_only_rounds_says_so_in_its_note():
     rounds = curve("logprob_diff", [1e-7] * 50)._replace(title="Difference: only rounding noise")
-    (found,) = findings([rounds], frozenset({"logprob_diff"}))
-    assert (found.title, found.note, found.level) == ("Difference", "only rounding noise", "")
+    (finding,) = findings([rounds], frozenset({"logprob_diff"}))
+    assert (finding.title, finding.note, finding.level) == ("Difference", "only rounding noise", "")
 
 
 def test_every_note_is_about_a_metric_that_runs_have():
-    known = {panel.name for panel in PANELS} | {"skipped_updates", "reward_failures"}
-    assert set(NOTES) <= known
+    names = {panel.name for panel in PANELS} | {"skipped_updates", "reward_failures"}
+    assert set(NOTES) <= names
     assert findings([curve("somebody_s_own", [1.0])]) == []

@@ -96,7 +96,7 @@ def test_a_finished_run(tmp_path, pictures):
     assert curves["eval/accuracy"]["values"][-1] == 0.9  # the last evaluation replaces the step's
     assert curves["eval/accuracy"]["low"][0] == 0.05
     assert curves["extra"]["values"] == [2.0] * 60
-    health = {found["name"]: (found["note"], found["level"]) for found in data["health"]}
+    health = {finding["name"]: (finding["note"], finding["level"]) for finding in data["health"]}
     assert health == {
         "reward": ("rises", "good"),
         "eval/accuracy": ("better than at the start", "good"),

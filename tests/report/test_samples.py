@@ -1,4 +1,4 @@
-"""Which samples a page holds: whole groups, evenly over the run."""
+"""Samples of a page: complete groups, evenly over the run."""
 
 import collections
 import itertools
@@ -14,21 +14,21 @@ def group_of(step, group, size=8, **more):
 def test_fifty_thousand_samples_stay_whole_groups():
     samples = [s for step in range(1, 626) for g in range(10) for s in group_of(step, g)]
     assert len(samples) == 50_000
-    kept = thin_samples(samples)
-    assert MAX_SAMPLES - 8 <= len(kept) <= MAX_SAMPLES
-    sizes = collections.Counter((s["step"], s["group"]) for s in kept)
+    samples_left = thin_samples(samples)
+    assert MAX_SAMPLES - 8 <= len(samples_left) <= MAX_SAMPLES
+    sizes = collections.Counter((s["step"], s["group"]) for s in samples_left)
     assert set(sizes.values()) == {8}
-    steps = sorted({s["step"] for s in kept})
+    steps = sorted({s["step"] for s in samples_left})
     assert (steps[0], steps[-1]) == (1, 625)
     assert max(b - a for a, b in itertools.pairwise(steps)) <= 5  # evenly
 
 
 def test_groups_of_all_sizes_stay_whole_and_one_is_kept_however_large():
     samples = [s for step in range(400) for s in group_of(step, 0, size=2 + step % 30)]
-    kept = collections.Counter(s["step"] for s in thin_samples(samples, 500))
-    assert sum(kept.values()) <= 500
-    assert len(kept) > 20
-    assert all(size == 2 + step % 30 for step, size in kept.items())
+    group_sizes = collections.Counter(s["step"] for s in thin_samples(samples, 500))
+    assert sum(group_sizes.values()) <= 500
+    assert len(group_sizes) > 20
+    assert all(size == 2 + step % 30 for step, size in group_sizes.items())
     assert len(thin_samples(group_of(1, 0, size=50), 10)) == 50
 
 
@@ -43,11 +43,11 @@ def test_only_so_many_are_shown_token_by_token(monkeypatch):
     monkeypatch.setattr(report_samples, "MAX_TOKENS", 100)
     tokens = {"text": ["a"] * 5, "logprobs": [0.0] * 5, "advantages": 1.0}
     samples = [s for step in range(10) for s in group_of(step, 0, size=4, tokens=tokens)]
-    kept = thin_samples(samples)
-    assert len(kept) == 40
-    heavy = {s["step"] for s in kept if "tokens" in s}
+    samples_left = thin_samples(samples)
+    assert len(samples_left) == 40
+    heavy = {s["step"] for s in samples_left if "tokens" in s}
     assert heavy == {0, 2, 4, 7, 9}  # whole groups, from the first to the last
-    assert sum("tokens" in s for s in kept) == 20
+    assert sum("tokens" in s for s in samples_left) == 20
     assert all("tokens" in s for s in samples)  # those given are not changed
 
 

@@ -74,9 +74,9 @@ def gone(place):
 
 
 def eats(place):
-    kept = []
+    blocks = []
     while True:
-        kept.append(b"x" * (1 << 24))
+        blocks.append(b"x" * (1 << 24))
 
 
 def child_eats(place):

@@ -12,7 +12,7 @@ def length(samples, scale=1.0):
     return [len(s.completion) * scale for s in samples]
 
 
-def noted(samples, file):
+def write_note(samples, file):
     """The length of each text; each call leaves a line in a file."""
     with open(file, "a") as notes:
         notes.write(f"{samples[0].completion}\n")
@@ -21,7 +21,7 @@ def noted(samples, file):
 
 @whole_group
 def noted_group(samples, file):
-    return noted(samples, file)
+    return write_note(samples, file)
 
 
 def knows_no_jax(samples):

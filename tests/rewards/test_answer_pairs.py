@@ -181,15 +181,15 @@ def test_another_number_is_another_answer(number, more):
 
 
 @given(st.integers(0, 99), st.integers(1, 9), st.integers(2, 12), st.booleans())
-def test_mixed_numbers_are_sums(whole, above, below, negative):
+def test_mixed_numbers_are_sums(integer, above, below, negative):
     above = min(above, below - 1)
     sign = "-" if negative else ""
-    value = Fraction(whole * below + above, below) * (-1 if negative else 1)
-    forms = (f"{whole} {above}/{below}", rf"{whole}\frac{{{above}}}{{{below}}}")
+    value = Fraction(integer * below + above, below) * (-1 if negative else 1)
+    forms = (f"{integer} {above}/{below}", rf"{integer}\frac{{{above}}}{{{below}}}")
     for text in forms:
         assert to_number(sign + text) == value
         assert same(sign + text, f"{value.numerator}/{value.denominator}")
-        assert whole == 0 or not same(sign + text, f"{sign}{above}/{below}")
+        assert integer == 0 or not same(sign + text, f"{sign}{above}/{below}")
 
 
 @given(st.integers(-999, 999).filter(bool))
@@ -216,22 +216,22 @@ def test_tiny_numbers_differ(digits, other, power):
 def test_lists_and_sets_have_no_order_and_tuples_have_one(parts, separator, random):
     # "5 and 1/2" is a number
     assume(separator != " and " or not any("/" in part or "frac" in part for part in parts))
-    moved = parts[:]
-    random.shuffle(moved)
-    assert same(separator.join(parts), ", ".join(moved))
-    assert same(r"\{" + ", ".join(parts) + r"\}", r"\{" + separator.join(moved) + r"\}")
+    shuffled = parts[:]
+    random.shuffle(shuffled)
+    assert same(separator.join(parts), ", ".join(shuffled))
+    assert same(r"\{" + ", ".join(parts) + r"\}", r"\{" + separator.join(shuffled) + r"\}")
     assert not same(separator.join(parts), separator.join(parts[1:]))
     distinct = not any(same(a, b) for i, a in enumerate(parts) for b in parts[:i])
-    if distinct and moved != parts:
-        assert not same(f"({', '.join(parts)})", f"({', '.join(moved)})")
+    if distinct and shuffled != parts:
+        assert not same(f"({', '.join(parts)})", f"({', '.join(shuffled)})")
 
 
 @given(names, names, st.randoms(use_true_random=False))
 def test_anagrams_are_other_names(one, other, random):
     letters = list(one.lower())
     random.shuffle(letters)
-    moved = "".join(letters)
-    assert same(moved, one) == (moved == one.lower())
+    shuffled = "".join(letters)
+    assert same(shuffled, one) == (shuffled == one.lower())
     assert same(one, other) == (one == other)
 
 

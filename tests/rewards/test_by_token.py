@@ -108,11 +108,11 @@ def test_pieces_of_text_are_paid_at_their_tokens():
 def test_the_example_of_the_docs_pays_lines_and_apologies():
     page = (pathlib.Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
     (code,) = re.findall(r"^```python\n(# steps.py.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
-    made: dict = {}
-    exec(compile(code, "steps.py", "exec"), made)
+    namespace: dict = {}
+    exec(compile(code, "steps.py", "exec"), namespace)
     text = "ab\nsorry"
     sample = Sample(PROMPT, text, np.arange(4), "length", ends=np.array([2, 3, 6, 8]))
-    assert made["steps"]([sample]) == [[1.0, 0.0, -0.5, 0.5]]
+    assert namespace["steps"]([sample]) == [[1.0, 0.0, -0.5, 0.5]]
 
 
 def test_what_cannot_be_read_is_named():

@@ -94,8 +94,8 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_other_forms_are_refused_in_one_line_with_both_that_do(name):
-    function, said = WRONG[name]
-    with pytest.raises(UserError, match=said) as caught:
+    function, message = WRONG[name]
+    with pytest.raises(UserError, match=message) as caught:
         form_of(function, "rewards.mine")
     assert "reward(samples) -> list of numbers" in str(caught.value)
     assert "reward(completions, **columns)" in str(caught.value)
@@ -156,7 +156,7 @@ def verl(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float(solution_str == ground_truth), "length": 3}
 
 
-async def on_its_own(completions, **columns):
+async def async_reward(completions, **columns):
     return [None if c == "4" else 0.5 for c in completions]
 
 
@@ -171,13 +171,15 @@ def of_chat(prompts, completions, **columns):
 
 def test_a_function_of_verl_is_asked_for_each_solution():
     assert form_of(verl, "r") == "solution"
-    told = [sample(text, data_source="gsm8k", extra_info={"split": "train"}) for text in ("4", "5")]
-    assert adapted(verl)(told) == [1.0, 0.0]
+    samples = [
+        sample(text, data_source="gsm8k", extra_info={"split": "train"}) for text in ("4", "5")
+    ]
+    assert adapted(verl)(samples) == [1.0, 0.0]
     check_columns(verl, (), "r")
 
 
 def test_an_async_function_and_one_that_reads_the_step():
-    assert adapted(on_its_own)(SAMPLES) == [None, 0.5]
+    assert adapted(async_reward)(SAMPLES) == [None, 0.5]
     timed = [dataclasses.replace(s, step=3, steps=6) for s in SAMPLES]
     assert adapted(with_state)(timed) == [0.5, 0.5]
 
@@ -226,7 +228,7 @@ def test_what_the_trainer_passes_is_there_where_it_is_read():
 
 
 def asks(completions, question, **kwargs):
-    return [float(text in asked) for text, asked in zip(completions, question, strict=True)]
+    return [float(text in answer) for text, answer in zip(completions, question, strict=True)]
 
 
 def test_a_question_in_text_is_a_column():

@@ -53,17 +53,19 @@ def test_a_combinator_on_numpy_and_within_a_compiled_program(name, options, expe
     def traced(points, members):
         return COMBINATORS[name](Columns(points, members, ("a", "b")), **options)
 
-    made = traced(jnp.asarray(POINTS)[None], jnp.ones((1, 4), bool))[0]
-    np.testing.assert_allclose(made, expected, rtol=1e-5)
+    combined = traced(jnp.asarray(POINTS)[None], jnp.ones((1, 4), bool))[0]
+    np.testing.assert_allclose(combined, expected, rtol=1e-5)
 
 
 def test_normalised_over_its_group_and_over_the_batch():
     values = np.array([[1.0, 2.0, 6.0], [4.0, 4.0, 4.0]])
     members = np.array([[True, True, True], [True, True, False]])
     c = Columns(values[..., None], members)
-    own = COMBINATORS["normalise"](c, eps=0.0 + 1e-9)
-    np.testing.assert_allclose(own[0], (values[0] - 3) / np.std(values[0], ddof=1), rtol=1e-6)
-    np.testing.assert_allclose(own[1], 0, atol=1e-6)
+    normalised = COMBINATORS["normalise"](c, eps=0.0 + 1e-9)
+    np.testing.assert_allclose(
+        normalised[0], (values[0] - 3) / np.std(values[0], ddof=1), rtol=1e-6
+    )
+    np.testing.assert_allclose(normalised[1], 0, atol=1e-6)
     live = values[members]
     over_all = COMBINATORS["normalise"](c, over="batch", eps=1e-9)
     np.testing.assert_allclose(over_all, (values - live.mean()) / np.std(live, ddof=1), rtol=1e-6)
@@ -95,8 +97,8 @@ def test_what_a_row_of_the_data_says():
 def test_a_schedule_is_linear_between_its_steps():
     for step, factor in ((0, 1.0), (10, 1.0), (15, 0.75), (20, 0.5), (99, 0.5)):
         c = columns([[2.0]])._replace(step=step)
-        made = COMBINATORS["schedule"](c, steps=[10, 20], factors=[1.0, 0.5])
-        assert made[0, 0] == pytest.approx(2 * factor)
+        scheduled = COMBINATORS["schedule"](c, steps=[10, 20], factors=[1.0, 0.5])
+        assert scheduled[0, 0] == pytest.approx(2 * factor)
 
 
 def test_parts_of_parts_are_made_in_order():
@@ -131,30 +133,37 @@ def test_par_is_bounded_and_centred_at_the_references():
     rows = [{"ref": 1.0}, {"ref": [0.0, 2.0]}, {}]
     points = np.array([[[1.0], [3.0]], [[1.0], [NAN]], [[0.0], [0.0]]])
     c = Columns(points, np.ones((3, 2), bool), ("s",), rows)
-    made = COMBINATORS["bounded"](c, column="ref")
+    bounded = COMBINATORS["bounded"](c, column="ref")
     sigmoid = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
     by_hand = (sigmoid(1.0) + sigmoid(-1.0)) / 2
-    np.testing.assert_allclose(made, [[0.5, sigmoid(2.0)], [by_hand, NAN], [NAN, NAN]], rtol=1e-6)
+    np.testing.assert_allclose(
+        bounded, [[0.5, sigmoid(2.0)], [by_hand, NAN], [NAN, NAN]], rtol=1e-6
+    )
 
 
 def test_a_cosine_shifts_from_form_to_content():
     c = columns([[1.0, 0.2, 0.4], [0.0, 0.5, NAN], [NAN, 1.0, 1.0], [1.0, NAN, NAN]])
     names = ["tags", "steps", "whole"]
-    made = make_combined("both", "cosine_shift", names, {"steps": 40, "last": 0.1}).combine
+    combine = make_combined("both", "cosine_shift", names, {"steps": 40, "last": 0.1}).combine
     for step in (0, 10, 25, 40, 99):
         w = 0.1 + 0.9 * (1 + np.cos(np.pi * min(step / 40, 1))) / 2
         expected = [[w * 1 + (1 - w) * 0.3, (1 - w) * 0.5, NAN, NAN]]
         for arrays in (c, c._replace(points=jnp.asarray(c.points))):
-            found = made(arrays._replace(step=step))
-            np.testing.assert_allclose(found, expected, atol=1e-6)
+            combined = combine(arrays._replace(step=step))
+            np.testing.assert_allclose(combined, expected, atol=1e-6)
     with pytest.raises(UserError, match="rewards.both: steps = 0 of 3 parts"):
         make_combined("both", "cosine_shift", names, {"steps": 0}).combine(c)
 
 
 def test_group_contrast_pays_a_behaviour_that_helps():
-    shown = [[1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 1.0, 0.0]]
+    behaviour = [
+        [1.0, 1.0, 0.0, 0.0],
+        [1.0, 0.0, 0.0, 0.0],
+        [1.0, 1.0, 1.0, 1.0],
+        [1.0, 0.0, 1.0, 0.0],
+    ]
     right = [[1.0, 1.0, 0.0, 1.0], [0.0, 1.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 0.0, 0.0]]
-    c = Columns(np.stack([shown, right], axis=-1), np.ones((4, 4), bool), ("aux", "right"))
-    made = make_combined("aux", "group_contrast", ["shown", "right"], {}).combine(c)
+    c = Columns(np.stack([behaviour, right], axis=-1), np.ones((4, 4), bool), ("aux", "right"))
+    combined = make_combined("aux", "group_contrast", ["shown", "right"], {}).combine(c)
     expected = [[1, 1, 0, 0], [-1, 0, 0, 0], [0] * 4, [0] * 4]
-    np.testing.assert_array_equal(made, expected)
+    np.testing.assert_array_equal(combined, expected)

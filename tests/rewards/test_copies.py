@@ -53,20 +53,20 @@ def samples_of(*completions):
 @pytest.fixture
 def processes(tmp_path):
     """Makes processes of a function whose loading leaves something behind."""
-    made = []
+    pools = []
 
     def make(leaves=""):
         names = {"NOTES": str(tmp_path / "notes"), "LEAVES": leaves}
         lines = [f"{name} = {value!r}" for name, value in names.items()]
         (tmp_path / "loaded.py").write_text("\n".join(lines) + textwrap.dedent(LOADED))
         function = make_reward(f"{tmp_path}/loaded.py:answers")
-        made.append(Processes(pickle.dumps({"f": function})))
-        made[-1].expect_losses()
-        until(lambda: made[-1]._template.look() is not None)
-        return made[-1]
+        pools.append(Processes(pickle.dumps({"f": function})))
+        pools[-1].expect_losses()
+        until(lambda: pools[-1]._template.look() is not None)
+        return pools[-1]
 
     yield make
-    for each in made:
+    for each in pools:
         each.close()
 
 
@@ -79,7 +79,7 @@ def until(true, seconds=60.0):
 
 
 def answer(worker, text):
-    """What a worker answers to a call; its exit code where it ends."""
+    """A worker's answer to a call, or its exit code if it ends."""
     if not worker.ready:
         until(lambda: worker.receive() == [])
         worker.ready = True

@@ -95,9 +95,9 @@ def test_to_number(text, value):
 
 
 @hypothesis.given(st.integers(-(10**9), 10**9), st.integers(0, 999))
-def test_numbers_are_read_in_every_usual_form(whole, thousandths):
-    value = Fraction(whole) + Fraction(thousandths, 1000) * (1 if whole >= 0 else -1)
-    sign, size = ("-" if whole < 0 else ""), abs(whole)
+def test_numbers_are_read_in_every_usual_form(integer, thousandths):
+    value = Fraction(integer) + Fraction(thousandths, 1000) * (1 if integer >= 0 else -1)
+    sign, size = ("-" if integer < 0 else ""), abs(integer)
     for text in (
         f"{sign}{size}.{thousandths:03d}",
         f"{sign}{size:,}.{thousandths:03d}",
@@ -141,5 +141,5 @@ def test_exact_reward_reads_both_sides():
 
 
 def test_one_of_several_answers_is_enough():
-    said = [sample(f"\\boxed{{{x}}}", ["1/2", "7"]) for x in ("0.5", "7", "8", "1/2, 7")]
-    assert exact_reward(said) == [1, 1, 0, 0]
+    samples = [sample(f"\\boxed{{{x}}}", ["1/2", "7"]) for x in ("0.5", "7", "8", "1/2, 7")]
+    assert exact_reward(samples) == [1, 1, 0, 0]

@@ -52,8 +52,10 @@ def test_soft_overlong_is_trl_s(case):
 def test_cosine_length_is_trl_s(case):
     options = {"max_len": 100, "min_value_wrong": -2.0, "max_value_wrong": -0.5}
     options |= {"min_value_correct": 0.25, "max_value_correct": 1.5}
-    told = sample(case["text"], tokens=case["tokens"])
-    assert points("get_cosine_scaled_reward", told, **options)[0] == pytest.approx(case["points"])
+    completion = sample(case["text"], tokens=case["tokens"])
+    assert points("get_cosine_scaled_reward", completion, **options)[0] == pytest.approx(
+        case["points"]
+    )
 
 
 @pytest.mark.parametrize("name", ["think_format", "tag_count", "reasoning_steps"])
@@ -69,12 +71,14 @@ def test_a_tag_that_is_there_twice_counts_for_nothing():
 
 def test_verl_s_by_name():
     for case in PEERS["gsm8k"]:
-        told = sample(case["text"], case["answer"])
-        mine = points("gsm8k", told, method=case["method"], format_score=0.1)
+        completion = sample(case["text"], case["answer"])
+        mine = points("gsm8k", completion, method=case["method"], format_score=0.1)
         assert mine == [case["points"]], case
     for case in PEERS["search_r1_like_qa_em"]:
-        told = sample(case["text"], {"target": case["answer"]})
-        assert points("search_r1_like_qa_em", told, format_score=0.1) == [case["points"]], case
+        completion = sample(case["text"], {"target": case["answer"]})
+        assert points("search_r1_like_qa_em", completion, format_score=0.1) == [case["points"]], (
+            case
+        )
     sentence = sample("I do not see it.")  # a full stop alone is a form for verl
     assert points("gsm8k", sentence, method="flexible", format_score=0.1) == [0.1]
     assert points("gsm8k", sample("4."), method="flexible") == [0.0]  # "4." is not "4" there
@@ -127,8 +131,8 @@ def in_our_form(calls):
 
 def test_tool_calls_are_scored_as_toolrl_does():
     for case in PEERS["tool_call_score"]:
-        gold, made = in_our_form(case["gold"]), in_our_form(case["calls"])
-        assert 6 * call_score(gold, made) - 3 == pytest.approx(case["points"]), made
+        gold, calls = in_our_form(case["gold"]), in_our_form(case["calls"])
+        assert 6 * call_score(gold, calls) - 3 == pytest.approx(case["points"]), calls
 
 
 def call(name, **arguments):
@@ -144,8 +148,8 @@ def test_calls_are_read_and_what_cannot_be_read_is_0():
     assert calls_in('<tool_call>{"name": }</tool_call>') is None
     assert calls_in("no call") == []
     gold = [{"name": "add", "arguments": {"a": 1, "b": 2}}]
-    told = [call("add", a=1, b=2), call("add", a=1, b=3), "<tool_call>{</tool_call>", "none"]
-    mine = points("tool_calls", *(sample(text, gold) for text in told))
+    texts = [call("add", a=1, b=2), call("add", a=1, b=3), "<tool_call>{</tool_call>", "none"]
+    mine = points("tool_calls", *(sample(text, gold) for text in texts))
     assert mine == pytest.approx([1.0, 3 / 4, 0.0, 0.0])
     assert points("tool_calls", sample("x", "")) == [None]
     with pytest.raises(UserError, match="answer of prompt 0 is '3'; give a list of calls"):
@@ -155,8 +159,8 @@ def test_calls_are_read_and_what_cannot_be_read_is_0():
 def test_toolrl_pays_form_and_calls():
     gold = [{"name": "add", "arguments": {"a": 1}}]
     formed = "<think>t</think>\n" + call("add", a=1)
-    told = [sample(text, gold) for text in (formed, call("add", a=1), "<think>t</think>", formed)]
-    assert points("toolrl", *told) == [4.0, 3.0, -3.0, 4.0]
+    texts = [sample(text, gold) for text in (formed, call("add", a=1), "<think>t</think>", formed)]
+    assert points("toolrl", *texts) == [4.0, 3.0, -3.0, 4.0]
     answer = sample("<think>t</think>\n<response>4</response>", "<response>4</response>")
     assert points("toolrl", answer) == [1.0]
     early, late = (sample(formed, gold, step=s) for s in (0, 150))
@@ -169,8 +173,8 @@ def test_toolrl_pays_form_and_calls():
 
 def test_accuracy_has_no_opinion_without_an_answer():
     assert points("accuracy", sample("\\boxed{4}"), sample("5"), sample("4", None)) == [1, 0, None]
-    told = ["<think>\\boxed{5}</think> \\boxed{4}", "<think>\\boxed{4}", "<think></think> 5"]
-    assert points("reasoning_accuracy", *map(sample, told)) == [1.0, 0.0, 0.0]
+    texts = ["<think>\\boxed{5}</think> \\boxed{4}", "<think>\\boxed{4}", "<think></think> 5"]
+    assert points("reasoning_accuracy", *map(sample, texts)) == [1.0, 0.0, 0.0]
 
 
 def test_the_shortest_right_answer_of_a_group_gets_the_most():
@@ -197,14 +201,19 @@ def test_a_choice_that_is_none_is_said():
 
 
 def test_a_theorem_is_paid_for_the_right_verdict():
-    told = [sample(rf"Suppose not. \boxed{{{word}}}", "disproved") for word in
+    samples = [sample(rf"Suppose not. \boxed{{{word}}}", "disproved") for word in
             ("disproved", "Disproved.", "proved", "not proved")]  # fmt: skip
-    assert points("exact", *told, sample("It is disproved? No.", "disproved")) == [1, 1, 0, 0, 0]
+    assert points("exact", *samples, sample("It is disproved? No.", "disproved")) == [1, 1, 0, 0, 0]
 
 
 def test_answers_in_words():
-    told = sample("<answer>The Big Apple!</answer>", ["big apple", "New York"])
-    assert points("exact_match", told) == points("f1", told) == points("contains", told) == [1.0]
+    completion = sample("<answer>The Big Apple!</answer>", ["big apple", "New York"])
+    assert (
+        points("exact_match", completion)
+        == points("f1", completion)
+        == points("contains", completion)
+        == [1.0]
+    )
     near = sample("a big red apple", "big apple")
     assert points("exact_match", near) == [0.0]
     assert points("f1", near) == [pytest.approx(0.8)]
@@ -220,19 +229,19 @@ def test_agreement_in_a_group():
     assert points("new_answer", *group, floor=0.1) == pytest.approx([2 / 3, 2 / 3, 1, 1])
     assert points("new_answer", group[0], group[0], floor=0.1) == [0.1, 0.1]
     # EMPO's code pays nothing where all answers differ; a band of entropies says nothing outside
-    apart = [sample(f"\\boxed{{{i}}}") for i in range(3)]
-    assert points("answer_share", *apart) == [0.0] * 3
+    different = [sample(f"\\boxed{{{i}}}") for i in range(3)]
+    assert points("answer_share", *different) == [0.0] * 3
     entropy = 1.5 * math.log(2)  # of shares 1/2, 1/4, 1/4
     assert points("answer_share", *group, high=entropy - 0.01) == [None] * 4
     assert points("answer_share", *group, high=entropy + 0.01) == [0.5, 0.5, 0.25, 0.0]
 
 
 def test_language_reflection_and_what_they_refuse():
-    told = [sample(t) for t in ("Ответ: да yes", "yes", "42", "```да``` yes")]
-    assert points("language", *told) == pytest.approx([3 / 10, 1, 1, 1])
-    assert points("language", told[0], scripts=["cyrillic"]) == pytest.approx([0.7])
+    samples = [sample(t) for t in ("Ответ: да yes", "yes", "42", "```да``` yes")]
+    assert points("language", *samples) == pytest.approx([3 / 10, 1, 1, 1])
+    assert points("language", samples[0], scripts=["cyrillic"]) == pytest.approx([0.7])
     with pytest.raises(UserError, match="scripts = 'latn'; did you mean 'latin'"):
-        points("language", told[0], scripts=["latn"])
+        points("language", samples[0], scripts=["latn"])
     assert points("reflection", sample("Wait, let me check."), sample("x"), most=2) == [1.0, 0.0]
 
 
@@ -244,26 +253,26 @@ def search(queries):
 
 def test_convsearch_pays_by_rank(tmp_path):
     (tmp_path / "search.py").write_text(RETRIEVER)
-    told = [
+    samples = [
         sample("<think>x</think>cat food", gold="p1"),
         sample("<think>x</think>cat food", gold=["7", "p2"]),
         sample("<think>x</think>cat food", gold="8"),
         sample("<think>x</think>dog", gold="p1"),
         sample("cat food", gold="p1"),
     ]
-    mine = points("convsearch", *told, retriever=f"{tmp_path}/search.py:search")
+    mine = points("convsearch", *samples, retriever=f"{tmp_path}/search.py:search")
     assert mine == pytest.approx([18 / 9, 17 / 9, 89 / 90, 0.0, -0.1])
 
 
 def test_convsearch_is_stricter_after_a_quarter_of_the_steps(tmp_path):
     """The authors' code (BeastyZ/ConvSearch-R1) with steps."""
     (tmp_path / "search.py").write_text(RETRIEVER)
-    told = [
+    samples = [
         sample("<think>x</think>\n<rewrite>cat food</rewrite>", gold=gold, step=step, steps=40)
         for step in (10, 11)
         for gold in ("p1", "7", "8", "97", "98")  # of ranks 1, 10, 11, 100 and 101
     ]
-    mine = points("convsearch", *told, retriever=f"{tmp_path}/search.py:search", curriculum=True)
+    mine = points("convsearch", *samples, retriever=f"{tmp_path}/search.py:search", curriculum=True)
     early = [1.0, 1 - 9 / 99, 1 - 10 / 99, 0.0, -0.2]
     assert mine == pytest.approx([*early, 1.0, 1 - 9 / 99, 0.0, 0.0, -0.2])
 
@@ -275,8 +284,8 @@ def test_rank_fidelity_is_the_mean_over_the_other_items():
     mine = points("rank_fidelity", *batch)
     phi = lambda x: 0.5 * (1 + math.erf(x / math.sqrt(2)))  # noqa: E731
     spread = math.sqrt(2.0 + 0.0 + 1e-6)
-    for k, (own, other, g) in enumerate([(1, 4, 0), (3, 4, 0), (4, 2, 1), (4, 2, 1)]):
-        p = phi((own - other) / spread)
+    for k, (score, other, g) in enumerate([(1, 4, 0), (3, 4, 0), (4, 2, 1), (4, 2, 1)]):
+        p = phi((score - other) / spread)
         expected = math.sqrt(p * g + 1e-6) + math.sqrt((1 - p) * (1 - g) + 1e-6)
         assert mine[k] == pytest.approx(expected, abs=1e-9)
     assert points("rank_fidelity", *batch[:2]) == [0.0, 0.0]
@@ -299,8 +308,8 @@ def test_semantic_entropy_is_that_of_the_classes_of_answers():
     )
     assert points("semantic_entropy", *group[:2]) == [0.0, 0.0]
     silent = [sample("no idea"), sample("none"), *group[:2]]  # two classes of their own
-    apart = sum(-p * math.log(p) for p in (0.25, 0.25, 0.5))
-    assert points("semantic_entropy", *silent) == pytest.approx([-apart] * 4)
+    nats = sum(-p * math.log(p) for p in (0.25, 0.25, 0.5))
+    assert points("semantic_entropy", *silent) == pytest.approx([-nats] * 4)
 
 
 EMBEDDINGS = """
@@ -406,12 +415,14 @@ def test_darling_may_compare_right_answers_alone(tmp_path):
 
 
 def test_tulu_s_reward_is_10_for_a_verified_answer_and_minus_10_without_an_end():
-    cut = [Sample(s.prompt, s.completion, s.tokens, "length") for s in (sample(r"\boxed{4}"),)]
-    group = [sample(r"\boxed{4}"), sample(r"\boxed{5}"), *cut]
+    truncated = [
+        Sample(s.prompt, s.completion, s.tokens, "length") for s in (sample(r"\boxed{4}"),)
+    ]
+    group = [sample(r"\boxed{4}"), sample(r"\boxed{5}"), *truncated]
     parts = np.array([[points("ended", s)[0], points("math", s)[0]] for s in group])
     total = make_combined("total", "veto", ["ended", "math"], {"below": 1.0, "points": -1.0})
     assert (10 * total.combine(columns(parts))).tolist() == [[10.0, 0.0, -10.0]]
-    assert points("ended", cut[0]) == [0.0]
+    assert points("ended", truncated[0]) == [0.0]
 
 
 def test_demonstration_similarity_is_that_of_the_nearest_clauses(tmp_path):
@@ -428,15 +439,21 @@ def test_demonstration_similarity_is_that_of_the_nearest_clauses(tmp_path):
     def cosine(a, b):
         return a @ b / np.sqrt((a @ a) * (b @ b))
 
-    mine, shown = ["abba", "cd", "hh h"], ["ab", "dc e"]
+    mine, demonstration_parts = ["abba", "cd", "hh h"], ["ab", "dc e"]
     encoder = f"{tmp_path}/letters.py:encode"
-    told = [sample("abba. cd; hh h!", "ab\ndc e?"), sample("...", "ab"), sample("a", 1, note="a")]
-    ours = points("demonstration_similarity", *told, encoder=encoder)
-    expected = np.mean([max(cosine(vector(a), vector(b)) for b in shown) for a in mine])
+    samples = [
+        sample("abba. cd; hh h!", "ab\ndc e?"),
+        sample("...", "ab"),
+        sample("a", 1, note="a"),
+    ]
+    ours = points("demonstration_similarity", *samples, encoder=encoder)
+    expected = np.mean(
+        [max(cosine(vector(a), vector(b)) for b in demonstration_parts) for a in mine]
+    )
     assert ours[0] == pytest.approx(expected, abs=1e-9)
     assert 0.3 < expected < 0.9
     assert ours[1] is None
-    by_column = points("demonstration_similarity", told[2], encoder=encoder, column="note")
+    by_column = points("demonstration_similarity", samples[2], encoder=encoder, column="note")
     assert by_column == [pytest.approx(1.0)]
     with pytest.raises(UserError, match="encoder returned 1 vectors for 2 texts"):
         points("demonstration_similarity", sample("a", "b"), encoder=f"{tmp_path}/letters.py:short")
@@ -444,8 +461,8 @@ def test_demonstration_similarity_is_that_of_the_nearest_clauses(tmp_path):
 
 def test_listed_solutions_have_the_points_that_the_row_says():
     row = {"solutions": ["a b", " c"], "equivalent": [True, False]}
-    told = [sample("a b\n", **row), sample("c", **row), sample("d", **row), sample("a")]
-    assert points("listed_solution", *told) == [1.0, 0.0, None, None]
+    samples = [sample("a b\n", **row), sample("c", **row), sample("d", **row), sample("a")]
+    assert points("listed_solution", *samples) == [1.0, 0.0, None, None]
     with pytest.raises(UserError, match="prompt 0 has 2 solutions and 1 equivalent"):
         points("listed_solution", sample("c", **(row | {"equivalent": [True]})))
 
@@ -472,15 +489,19 @@ def test_r3_is_the_released_code_s(tmp_path):
     words += [["cats", "and", "dogs", "sat", "together", "."], []]
     options = {"embed": f"{tmp_path}/embed.py:letters", "limit": 700}
     question = "do cats dig"
-    for kind, beside in (("OPENENDED", question), ("CONSTRAINED", "a good cat"), (None, question)):
+    for kind, reference in (
+        ("OPENENDED", question),
+        ("CONSTRAINED", "a good cat"),
+        (None, question),
+    ):
         meta = {"qtype": kind, "reference": "a good cat"}
         prompt = Prompt(0, question, np.zeros(1, np.int32), "4", meta)
         group = [Sample(prompt, text, np.zeros(3, np.int32), "stop_token") for text in texts]
         for text, split, mine in zip(texts, words, points("r3", *group, **options), strict=True):
-            seen = [tuple(split[i : i + 3]) for i in range(len(split) - 2)]
-            distinct = len(set(seen)) / len(seen) if seen else 1.0
+            trigrams = [tuple(split[i : i + 3]) for i in range(len(split) - 2)]
+            distinct = len(set(trigrams)) / len(trigrams) if trigrams else 1.0
             scale = 7 / 3.5 if kind == "CONSTRAINED" else len(split) / 100
-            assert mine == pytest.approx(scale * relevance(beside, text) * distinct)
+            assert mine == pytest.approx(scale * relevance(reference, text) * distinct)
 
 
 def test_r3_names_what_is_missing(tmp_path):
@@ -516,17 +537,17 @@ def test_speed_is_time_saved_beside_the_row_s_program(monkeypatch):
         return Verdicts(passed, [], seconds=tuple(spent.get(program, [0.1] * 6)))
 
     monkeypatch.setattr(speed, "judge", judge)
-    told = {"input": "slow", "answer": {"inputs": ["1", "2"], "outputs": ["1", "2"]}}
+    columns = {"input": "slow", "answer": {"inputs": ["1", "2"], "outputs": ["1", "2"]}}
     names = ("fast", "near", "slow", "half")
-    mine = points("code_speed", *(sample(name, **told) for name in names))
+    mine = points("code_speed", *(sample(name, **columns) for name in names))
     least = {k: min(x[0], x[2], x[4]) + min(x[1], x[3], x[5]) for k, x in spent.items()}
     saved = 1 - least["fast"] / least["slow"]
     assert mine == pytest.approx([1 + saved, 1.0, 1.0, 0.5])
-    (near,) = points("code_speed", sample("near", **told), least=0.01)
+    (near,) = points("code_speed", sample("near", **columns), least=0.01)
     assert near == pytest.approx(1.05)
     with pytest.raises(UserError, match="prompt 0 has no program in 'src'"):
-        points("code_speed", sample("fast", **told), slow="src")
+        points("code_speed", sample("fast", **columns), slow="src")
     with pytest.raises(UserError, match="its program in 'input' passes 3 of 6 runs"):
-        points("code_speed", sample("fast", **(told | {"input": "half"})))
+        points("code_speed", sample("fast", **(columns | {"input": "half"})))
     with pytest.raises(UserError, match="repeats = 0 must be at least 1"):
         make_reward("code_speed", repeats=0)

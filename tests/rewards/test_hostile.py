@@ -162,23 +162,23 @@ def test_pages_that_forks_share_are_asked_for_again_when_they_may_matter(monkeyp
 
 @PROC
 def test_shared_memory_of_others_does_not_count(tmp_path):
-    """What was there before, what is only read, and what another process writes."""
+    """Earlier files, files that are only read, and files of other processes."""
     mine = pathlib.Path(f"/dev/shm/jrl-test-mine-{os.getpid()}")
     mine.write_bytes(b"x" * (1 << 20))
     later = mine.with_name(f"{mine.name}-later")
     try:
         with mine.open("ab"):
-            written = WrittenFiles()
+            files = WrittenFiles()
             later.write_bytes(b"x" * (1 << 20))
             with later.open("rb"):
-                assert written.bytes([os.getpid()]) == 0
+                assert files.bytes([os.getpid()]) == 0
             with later.open("ab"):
-                assert written.bytes([os.getpid()]) == 1 << 20
-            assert written.bytes([]) == 1 << 20  # closed, and still there
-            written.remove()
+                assert files.bytes([os.getpid()]) == 1 << 20
+            assert files.bytes([]) == 1 << 20  # closed, and still there
+            files.remove()
             assert mine.exists()
             assert not later.exists()
-            assert written.bytes([os.getpid()]) == 0
+            assert files.bytes([os.getpid()]) == 0
     finally:
         mine.unlink(missing_ok=True)
         later.unlink(missing_ok=True)
@@ -267,10 +267,10 @@ def test_garbage_in_the_pipes_runs_nothing_in_the_trainer(pool):
 def test_a_flood_of_output_is_cut(pool, capsys):
     points, _, _, _ = pool.scores(samples_of("prints"))
     assert points[0, 0] == 1.0
-    shown = capsys.readouterr().err
-    assert shown.startswith("spam ")
-    assert len(shown) < 17_000
-    assert "[rewards printed more than 16384 bytes; the rest is dropped]" in shown
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("spam ")
+    assert len(stderr) < 17_000
+    assert "[rewards printed more than 16384 bytes; the rest is dropped]" in stderr
 
 
 @pytest.mark.parametrize(

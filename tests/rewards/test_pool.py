@@ -88,7 +88,7 @@ def test_a_bad_result_scores_0_and_is_counted(pool, kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"),
+    ("kind", "message"),
     [
         ("raise", "raised RuntimeError: no idea"),
         ("exit", "raised SystemExit: 3"),
@@ -100,12 +100,12 @@ def test_a_bad_result_scores_0_and_is_counted(pool, kind):
         ("text", "returned str '1' instead of a number or None"),
     ],
 )
-def test_without_workers_errors_name_function_prompt_and_remedy(kind, says):
+def test_without_workers_errors_name_function_prompt_and_remedy(kind, message):
     with RewardPool({"mine": judge("bad")}, workers=0, timeout_seconds=1.0) as pool:
         assert pool.scores(samples_of("fine"))[0].tolist() == [[0.5]]
         with pytest.raises(UserError, match="rewards.mine: ") as raised:
             pool.scores(samples_of("fine", kind))
-    assert says in str(raised.value)
+    assert message in str(raised.value)
     assert "(prompt 1)" in str(raised.value)
     assert "reward_pool.on_error" in str(raised.value)
 
@@ -157,7 +157,7 @@ def lines_of(file, count, seconds=30.0):
 def test_calls_begin_before_all_samples_are_there_and_are_not_made_again(tmp_path):
     alone, together = tmp_path / "alone", tmp_path / "together"
     functions = {
-        "alone": judge("noted", file=str(alone)),
+        "alone": judge("write_note", file=str(alone)),
         "group": judge("noted_group", file=str(together)),
     }
     rules = {"alone": Rules(high=8)}
@@ -166,29 +166,29 @@ def test_calls_begin_before_all_samples_are_there_and_are_not_made_again(tmp_pat
     with RewardPool(functions, rules=rules, **limits) as pool:
         expected = pool.scores(samples, group=4)
         alone.unlink(), together.unlink()
-        with pool.begin() as begun:
+        with pool.begin() as calls:
             for sample in (samples[3], samples[1], samples_of("gone")[0]):
-                begun.submit(sample)
+                calls.submit(sample)
             # they run while nobody asks for them
             assert lines_of(alone, 3) == ["bb", "c" * 9, "gone"]
             assert not together.exists()  # a group is called when it is there
-            scores = pool.scores(samples, group=4, begun=begun)
+            scores = pool.scores(samples, group=4, begun=calls)
         np.testing.assert_array_equal(scores.points, expected.points)
         assert scores.counts == expected.counts
         # equal samples have a call each, and what began is not called again
         assert lines_of(alone, 5) == ["a", "bb", "bb", "c" * 9, "gone"]
         assert lines_of(together, 1) == ["a"]
-    with RewardPool(functions, **limits | {"workers": 0}) as pool, pool.begin() as begun:
-        begun.submit(samples[0])
-        assert begun.calls == 0  # in the trainer's own process all are called at the end
+    with RewardPool(functions, **limits | {"workers": 0}) as pool, pool.begin() as calls:
+        calls.submit(samples[0])
+        assert calls.calls == 0  # in the trainer's own process all are called at the end
 
 
 def test_calls_that_nobody_collects_are_dropped():
     functions = {"slow": judge("slow_when_asked")}
     with RewardPool(functions, workers=1, timeout_seconds=600.0) as pool:
-        with pool.begin() as begun:
+        with pool.begin() as calls:
             for sample in samples_of("hang", "hang"):
-                begun.submit(sample)
+                calls.submit(sample)
         assert pool.scores(samples_of("quick"))[0].tolist() == [[0.0]]
 
 
@@ -196,14 +196,14 @@ def test_a_call_that_hangs_holds_up_no_other(tmp_path):
     """With one process at a time: the calls behind it are made while it hangs."""
     functions = {
         "slow": judge("slow_when_asked"),
-        "noted": judge("noted", file=str(tmp_path / "n")),
+        "noted": judge("write_note", file=str(tmp_path / "n")),
     }
     with RewardPool(functions, workers=1, timeout_seconds=60.0) as pool:
         pool.scores(samples_of(*"abcdefgh"))  # what calls usually take
         (tmp_path / "n").unlink()
-        with pool.begin() as begun:
+        with pool.begin() as calls:
             for sample in samples_of("hang", "b", "c"):
-                begun.submit(sample)
+                calls.submit(sample)
             assert lines_of(tmp_path / "n", 3) == ["b", "c", "hang"]
 
 
@@ -241,9 +241,9 @@ def test_a_script_that_is_not_guarded_is_told_so(tmp_path, checkout):
     )
     assert done.returncode == 1
     # Python may warn of what the workers left behind after it.
-    said = [line for line in done.stderr.splitlines() if "UserError: " in line][-1]
-    assert "UserError: the worker processes of the rewards end as soon as they start" in said
-    assert "__main__" in said
+    error = [line for line in done.stderr.splitlines() if "UserError: " in line][-1]
+    assert "UserError: the worker processes of the rewards end as soon as they start" in error
+    assert "__main__" in error
 
 
 def children(pid):
@@ -251,7 +251,7 @@ def children(pid):
     return [int(c) for t in path.glob("*/children") for c in t.read_text().split()]
 
 
-def gone(pids, seconds=10.0):
+def all_ended(pids, seconds=10.0):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         alive = [p for p in pids if pathlib.Path(f"/proc/{p}").exists() and not zombie(p)]
@@ -308,7 +308,7 @@ def test_an_interrupted_or_killed_trainer_leaves_no_process(tmp_path, checkout, 
         assert trainer.returncode != 0
         if number == signal.SIGINT:
             assert "KeyboardInterrupt" in errors
-        assert gone(family)
+        assert all_ended(family)
     finally:
         trainer.kill()
         trainer.communicate()

@@ -66,10 +66,10 @@ def test_errors_name_what_was_not_found(file, tmp_path):
         make_reward(f"{tmp_path / 'nothere.py'}:score")
     with pytest.raises(UserError, match="there is no module 'no_such_module'"):
         make_reward("no_such_module:score")
-    broken = tmp_path / "broken.py"
-    broken.write_text("1 / 0\n")
+    failing = tmp_path / "broken.py"
+    failing.write_text("1 / 0\n")
     with pytest.raises(UserError, match=r"broken\.py, line 1: ZeroDivisionError"):
-        make_reward(f"{broken}:score")
+        make_reward(f"{failing}:score")
     with pytest.raises(UserError, match=r"math\.tolerence = 1: .* did you mean 'tolerance'"):
         make_reward("math", tolerence=1)
     with pytest.raises(UserError, match="bonuss = 1: .* did you mean 'bonus'"):

@@ -177,29 +177,29 @@ def test_of_an_episode_everything_that_was_said_is_read(place):
         {"role": "user", "content": "Sure?"},
         {"role": "assistant", "content": "<think>hm</think> Yes"},
     ]
-    said = Sample(PROMPT, "<think>hm</think> Yes", np.zeros(1), "done", tuple(spoken))
+    episode = Sample(PROMPT, "<think>hm</think> Yes", np.zeros(1), "done", tuple(spoken))
     opening = [{"role": "user", "content": PROMPT.question}]
-    whole = theirs(place, "rm0", [*opening, *spoken])[0]
-    assert loaded(place, **ONE)([said])[0] == [pytest.approx(whole, abs=1e-4)]
+    reward = theirs(place, "rm0", [*opening, *spoken])[0]
+    assert loaded(place, **ONE)([episode])[0] == [pytest.approx(reward, abs=1e-4)]
     last = [*opening, *spoken[:2], {"role": "assistant", "content": "Yes"}]
     expected = pytest.approx(theirs(place, "rm0", last)[0], abs=1e-4)
-    assert loaded(place, after="</think>", **ONE)([said])[0] == [expected]
+    assert loaded(place, after="</think>", **ONE)([episode])[0] == [expected]
 
 
 def test_yes_and_no_of_a_language_model(place):
     question = "{question} {completion} Is that right?"
-    asked = [{"role": "user", "content": question}]
-    model = loaded(place, "lm", answers=["Y", "N"], template=asked)
+    template = [{"role": "user", "content": question}]
+    model = loaded(place, "lm", answers=["Y", "N"], template=template)
     text = "What is 2 + 2? 4 Is that right?"
     logits = theirs(place, "lm", [{"role": "user", "content": text}], prompt=True)[-1]
     logprobs = logits - np.logaddexp.reduce(logits)
     yes, no = (model.reader.tokenizer.encode(x)[0] for x in "YN")
     expected = logprobs[yes] - logprobs[no]
     assert model([sample("4")])[0] == [pytest.approx(expected, abs=1e-4)]
-    likely = loaded(place, "lm", answers=["Y", "N"], template=asked, link="sigmoid")
+    likely = loaded(place, "lm", answers=["Y", "N"], template=template, link="sigmoid")
     assert likely([sample("4")])[0] == [pytest.approx(1 / (1 + np.exp(-expected)), abs=1e-5)]
     with pytest.raises(UserError, match="rewards.r.answers: 'Yess' is 2 tokens"):
-        loaded(place, "lm", answers=["Yess", "No"], template=asked)
+        loaded(place, "lm", answers=["Yess", "No"], template=template)
 
 
 def reduced(each, ensemble, c):
@@ -247,12 +247,12 @@ def test_passes_with_dropout_are_an_ensemble(place):
     """UPO's estimator: a trunk that is read once, behind a head in several passes."""
     keys = {"dropout": 0.5, "passes": 3, **ONE}
     singles = [loaded(place, single_pass=i, **keys) for i in range(3)]
-    told = [sample("4"), sample("It is 5")]
-    each = np.array([model(told)[0] for model in singles])
-    spread = loaded(place, ensemble="uwo", uncertainty=0.3, **keys)(told)[0]
+    samples = [sample("4"), sample("It is 5")]
+    each = np.array([model(samples)[0] for model in singles])
+    spread = loaded(place, ensemble="uwo", uncertainty=0.3, **keys)(samples)[0]
     np.testing.assert_allclose(spread, reduced(each, "uwo", 0.3), atol=1e-4)
     assert np.ptp(each, axis=0).min() > 1e-3
-    assert singles[1](told[1:])[0] == [pytest.approx(each[1, 1], abs=1e-5)]  # in any company
+    assert singles[1](samples[1:])[0] == [pytest.approx(each[1, 1], abs=1e-5)]  # in any company
     part = published("upo", place, single_pass=9, **ONE)
     assert (part.reader.table.dropout, part.reader.table.passes) == (0.1, 10)
     table = checked(RewardModelTable, "rewards.r", {"path": str(place / "rm0"), **keys})
@@ -266,8 +266,8 @@ def test_passes_with_dropout_are_an_ensemble(place):
 def test_what_is_not_read_has_no_opinion(place):
     """RLMT: what was thought is not shown to the model, and who does not stop has no answer."""
     model = loaded(place, after="</think>", max_tokens=60, **ONE)
-    said = ["I think 4.</think>\n\n4", "I think", "</think>" + "4" * 60, "</think>"]
-    points, counts = model([sample(x) for x in said])
+    texts = ["I think 4.</think>\n\n4", "I think", "</think>" + "4" * 60, "</think>"]
+    points, counts = model([sample(x) for x in texts])
     assert points[0] == pytest.approx(theirs(place, "rm0", talk("4"))[0], abs=1e-4)
     assert points[1:3] == [None, None]
     assert points[3] == pytest.approx(theirs(place, "rm0", talk(""))[0], abs=1e-4)

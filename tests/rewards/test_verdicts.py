@@ -33,12 +33,15 @@ def table(**options):
     return checked(JudgeTable, "rewards.good", WHERE | options)
 
 
-def judged(samples, reply, **options):
+def points_of(samples, reply, **options):
     """Points of a unit of samples by a judge that is a function of the question's text."""
     form = make_form(table(**options), "rewards.good")
     votes = range(options.get("votes", 1))
-    asked = [form.questions(samples, vote) for vote in votes]
-    read = [[q.read(reply(q.messages[-1]["content"])) for q in questions] for questions in asked]
+    questions_by_vote = [form.questions(samples, vote) for vote in votes]
+    read = [
+        [q.read(reply(q.messages[-1]["content"])) for q in questions]
+        for questions in questions_by_vote
+    ]
     readable = [[v for v in each if v is not None] for each in zip(*read, strict=True)]
     return form.points(samples, readable)
 
@@ -113,41 +116,41 @@ def with_ends(text, ends):
 def test_wrong_steps_are_paid_at_the_tokens_that_end_them():
     """Three steps of the text, in seven tokens; the last is the stop token."""
     one = with_ends("aa bb\n\nc\n \ndd", [2, 5, 8, 9, 12, 13, 13])
-    seen = []
-    reply = lambda text: seen.append(text) or 'Bad. {"wrong": [1, 3]}'  # noqa: E731
-    assert judged([one], reply, form="steps") == [[0, 0, -1, 0, 0, -1, 0]]
-    assert "[step 1]\naa bb\n\n[step 2]\nc\n\n[step 3]\ndd" in seen[0]
+    prompts = []
+    reply = lambda text: prompts.append(text) or 'Bad. {"wrong": [1, 3]}'  # noqa: E731
+    assert points_of([one], reply, form="steps") == [[0, 0, -1, 0, 0, -1, 0]]
+    assert "[step 1]\naa bb\n\n[step 2]\nc\n\n[step 3]\ndd" in prompts[0]
     left = iter(['{"wrong": [1]}', '{"wrong": [1, 2]}', '{"wrong": [4]}', "none"])
     votes = {"form": "steps", "votes": 4, "temperature": 1.0}
-    assert judged([one], lambda text: next(left), **votes) == [[0, 0, -1, 0, -0.5, 0, 0]]
-    assert judged([one], lambda text: '{"wrong": []}', form="steps") == [[0] * 7]
+    assert points_of([one], lambda text: next(left), **votes) == [[0, 0, -1, 0, -0.5, 0, 0]]
+    assert points_of([one], lambda text: '{"wrong": []}', form="steps") == [[0] * 7]
     # where nothing was said, or it is not known where tokens end, there is no opinion
     nothing, unknown = with_ends("\n\n", [1, 2]), sample("aa")
-    assert judged([nothing], reply, form="steps") == [None]
-    assert judged([unknown], reply, form="steps") == [None]
+    assert points_of([nothing], reply, form="steps") == [None]
+    assert points_of([unknown], reply, form="steps") == [None]
 
 
 def test_the_fields_of_a_template_are_filled():
-    seen = []
+    prompts = []
     messages = ({"role": "assistant", "content": "a"}, {"role": "user", "content": "go on"})
     template = "{question}|{completion}|{conversation}|{reference}|{principle}|{level}|{high}"
     one = sample("{reference}", meta={"level": 3}, messages=messages)
-    reply = lambda text: seen.append(text) or "Score: 3"  # noqa: E731
+    reply = lambda text: prompts.append(text) or "Score: 3"  # noqa: E731
     options = {"template": template + ' {"score": 1}', "principle": "be kind", "scale": [1, 5]}
-    assert judged([one], reply, **options) == [0.5]
+    assert points_of([one], reply, **options) == [0.5]
     spoken = "user: 2+2?\n\nassistant: a\n\nuser: go on"
     # what a completion holds is not filled in, and braces of JSON stay
-    assert seen == [f'2+2?|{{reference}}|{spoken}|4|be kind|3|5 {{"score": 1}}']
+    assert prompts == [f'2+2?|{{reference}}|{spoken}|4|be kind|3|5 {{"score": 1}}']
 
 
 def test_votes():
     left = iter(["Score: 10", "no number", "Score: 10", "Score: 1"])
-    points = judged([sample("a")], lambda text: next(left), votes=4, temperature=1.0)
+    points = points_of([sample("a")], lambda text: next(left), votes=4, temperature=1.0)
     assert points == [pytest.approx(2 / 3)]  # of the three that can be read
     left = iter(["yes", "no", "yes"])
     more = {"form": "yes_no", "votes": 3, "vote": "majority", "temperature": 1.0}
-    assert judged([sample("a")], lambda text: next(left), **more) == [1.0]
-    assert judged([sample("a")], lambda text: "perhaps", **more) == [None]
+    assert points_of([sample("a")], lambda text: next(left), **more) == [1.0]
+    assert points_of([sample("a")], lambda text: "perhaps", **more) == [None]
 
 
 def test_a_rubric_has_weights_and_vetoes():
@@ -160,7 +163,7 @@ def test_a_rubric_has_weights_and_vetoes():
 
     def points(*met):
         reply = "{" + ", ".join(f'"{i}": {str(m).lower()}' for i, m in enumerate(met, 1)) + "}"
-        return judged([sample("a")], lambda text: reply, form="rubric", criteria=criteria)[0]
+        return points_of([sample("a")], lambda text: reply, form="rubric", criteria=criteria)[0]
 
     assert points(True, False, False, True) == 3 / 4
     assert points(True, True, False, True) == 1
@@ -168,22 +171,22 @@ def test_a_rubric_has_weights_and_vetoes():
     assert points(False, False, True, True) == 0  # bounded
     assert points(True, True, False, False) == 0  # the veto
     assert points(True, True, False) is None
-    seen = []
-    judged([sample("a")], lambda t: seen.append(t) or "", form="rubric", criteria=criteria)
-    assert "1. right\n2. short\n3. rude\n4. honest" in seen[0]
+    prompts = []
+    points_of([sample("a")], lambda t: prompts.append(t) or "", form="rubric", criteria=criteria)
+    assert "1. right\n2. short\n3. rude\n4. honest" in prompts[0]
 
 
 def test_a_criterion_may_have_levels():
     criteria = [{"text": "vivid", "levels": ["flat", "plain", "vivid"], "weight": 3}, "short"]
-    seen, options = [], {"form": "rubric", "column": "rubric"}
+    prompts, options = [], {"form": "rubric", "column": "rubric"}
     one = [sample("a", meta={"rubric": criteria})]
     for level, met in ((0, 0.0), (1, 0.5), (2, 1.0)):
         reply = f'{{"1": {level}, "2": true}}'
-        points = judged(one, lambda t, reply=reply: seen.append(t) or reply, **options)
+        points = points_of(one, lambda t, reply=reply: prompts.append(t) or reply, **options)
         assert points == [(3 * met + 1) / 4]
-    assert "1. vivid (give its level; 0: flat; 1: plain; 2: vivid)\n2. short" in seen[0]
+    assert "1. vivid (give its level; 0: flat; 1: plain; 2: vivid)\n2. short" in prompts[0]
     for level in ("3", "true", "0.5", "-1"):
-        assert judged(one, lambda t, x=level: f'{{"1": {x}, "2": true}}', **options) == [None]
+        assert points_of(one, lambda t, x=level: f'{{"1": {x}, "2": true}}', **options) == [None]
     with pytest.raises(UserError, match=r"criterion 'x' has levels \['a'\]; give two"):
         table(form="rubric", criteria=[{"text": "x", "levels": ["a"]}])
 
@@ -193,12 +196,14 @@ def test_a_comparison_may_go_by_criteria():
     units = [
         sample("a", answer="b", meta={"rubric": r}, row=i) for i, r in enumerate((rubric, None))
     ]
-    seen, options = [], {"form": "pairwise", "column": "rubric"}
-    judged(units, lambda text: seen.append(text) or "[[A]]", **options)
-    assert len(seen) == 2  # both orders of the row that has criteria
-    assert "?\n\nBy these criteria, hard ones first:\n1. (hard) one\n2. two\n\nAnswer A" in seen[0]
-    judged(units[:1], lambda text: seen.append(text) or "[[A]]", form="pairwise")
-    assert "By these" not in seen[-1]
+    prompts, options = [], {"form": "pairwise", "column": "rubric"}
+    points_of(units, lambda text: prompts.append(text) or "[[A]]", **options)
+    assert len(prompts) == 2  # both orders of the row that has criteria
+    assert (
+        "?\n\nBy these criteria, hard ones first:\n1. (hard) one\n2. two\n\nAnswer A" in prompts[0]
+    )
+    points_of(units[:1], lambda text: prompts.append(text) or "[[A]]", form="pairwise")
+    assert "By these" not in prompts[-1]
     with pytest.raises(UserError, match="column with form = .score."):
         table(column="rubric")
 
@@ -208,7 +213,7 @@ def test_a_row_may_have_a_rubric_of_its_own():
     samples = [sample("a", meta={"rubric": r}, row=i) for i, r in enumerate(rows)]
     reply = lambda text: '{"1": true, "2": false}' if "2. long" in text else '{"1": true}'  # noqa: E731
     options = {"form": "rubric", "column": "rubric"}
-    assert judged(samples, reply, **options) == [1.0, 0.25, None]
+    assert points_of(samples, reply, **options) == [1.0, 0.25, None]
     prompts = [s.prompt for s in samples]
     check_rubrics(table(**options), prompts, "rewards.good")
     bad = sample("a", meta={"rubric": [{"text": "x", "weight": 0}]}, row=6).prompt
@@ -229,32 +234,32 @@ def test_pairs_are_asked_in_both_orders():
     longer = lambda text: "[[A]]" if len(ab(text)[0]) > len(ab(text)[1]) else "[[B]]"  # noqa: E731
     samples = [sample("a"), sample("bbb"), sample("cc")]
     form = {"form": "pairwise", "against": "group"}
-    assert judged(samples, longer, **form) == [0.0, 1.0, 0.5]
-    assert judged(samples, lambda text: "[[A]]", **form) == [0.5] * 3  # by place: a tie
-    assert judged(samples, lambda text: "[[A]]", swap=False, **form) == [1.0, 0.5, 0.0]
-    assert judged(samples[:1], longer, **form) == [None]  # nobody to be compared with
+    assert points_of(samples, longer, **form) == [0.0, 1.0, 0.5]
+    assert points_of(samples, lambda text: "[[A]]", **form) == [0.5] * 3  # by place: a tie
+    assert points_of(samples, lambda text: "[[A]]", swap=False, **form) == [1.0, 0.5, 0.0]
+    assert points_of(samples[:1], longer, **form) == [None]  # nobody to be compared with
     some = lambda text: "?" if ab(text) == ["bbb", "a"] else longer(text)  # noqa: E731
-    assert judged(samples, some, **form) == [0.0, 1.0, 0.5]  # of the pairs that were judged
+    assert points_of(samples, some, **form) == [0.0, 1.0, 0.5]  # of the pairs that were judged
     against = [sample("a", "right"), sample("much too long", "right"), sample("x", None)]
-    assert judged(against, longer, form="pairwise") == [0.0, 1.0, None]
+    assert points_of(against, longer, form="pairwise") == [0.0, 1.0, None]
 
 
 def test_a_list_begins_with_another_member_each_time():
-    seen = []
+    begins_with_aa = []
 
     def by_place(text):
-        seen.append(text.index("aa") < text.index("b"))
+        begins_with_aa.append(text.index("aa") < text.index("b"))
         return '{"ranking": [1, 2]}'
 
     samples = [sample("aa"), sample("b")]
     more = {"form": "listwise", "temperature": 1.0}
-    assert judged(samples, by_place, **more) == [1.0, 0.0]
-    assert judged(samples, by_place, votes=2, **more) == [0.5, 0.5]
-    assert seen == [True, True, False]
+    assert points_of(samples, by_place, **more) == [1.0, 0.0]
+    assert points_of(samples, by_place, votes=2, **more) == [0.5, 0.5]
+    assert begins_with_aa == [True, True, False]
     three = [sample("a"), sample("b"), sample("c")]
-    assert judged(three, lambda text: "Ranking: 2 > 3 > 1", form="listwise") == [0.0, 1.0, 0.5]
-    assert judged(three, lambda text: "Ranking: 2 > 3", form="listwise") == [None] * 3
-    assert judged(three[:1], by_place, form="listwise") == [None]
+    assert points_of(three, lambda text: "Ranking: 2 > 3 > 1", form="listwise") == [0.0, 1.0, 0.5]
+    assert points_of(three, lambda text: "Ranking: 2 > 3", form="listwise") == [None] * 3
+    assert points_of(three[:1], by_place, form="listwise") == [None]
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,8 @@ def test_an_outlier_does_not_move_it():
     ],
 )
 def test_the_interval_is_that_of_rliable(scores, value, low, high):
-    found = stratified_interval(np.array(scores), seed=0, resamples=50_000)
-    assert found == pytest.approx((value, low, high), abs=0.02)  # the ends are on a grid
+    interval = stratified_interval(np.array(scores), seed=0, resamples=50_000)
+    assert interval == pytest.approx((value, low, high), abs=0.02)  # the ends are on a grid
 
 
 def test_runs_are_resampled_within_their_task():
@@ -147,12 +147,12 @@ def test_the_table_is_sorted_with_the_best_first(small, tmp_path):
     ]
     table = write_comparison(tmp_path, rows, config)
     assert list(table["methods"]) == ["better", "worse"]
-    found = table["methods"]["better"]["all"]
-    assert found["value"] == pytest.approx(0.61)
-    assert found["low"] <= found["value"] <= found["high"]
+    result = table["methods"]["better"]["all"]
+    assert result["value"] == pytest.approx(0.61)
+    assert result["low"] <= result["value"] <= result["high"]
 
 
-def refused(tmp_path, *changes, methods=("grpo",), tasks=("sequence",), seeds=2):
+def error_of(tmp_path, *changes, methods=("grpo",), tasks=("sequence",), seeds=2):
     with pytest.raises(UserError) as caught:
         compare(
             load_config(None, [*TINY, *changes]),
@@ -166,16 +166,16 @@ def refused(tmp_path, *changes, methods=("grpo",), tasks=("sequence",), seeds=2)
 
 
 def test_what_cannot_be_compared_is_refused_by_name_before_anything_runs(tmp_path):
-    message = refused(tmp_path, methods=("grpo", "deepsearch", "grbo"))
+    message = error_of(tmp_path, methods=("grpo", "deepsearch", "grbo"))
     assert "deepsearch: train.mode = 'compiled' does not go with" in message
     assert "grbo: " in message
     assert "grpo: " not in message
-    assert "--methods grpo,grpo: name one or more, without repetition" in refused(
+    assert "--methods grpo,grpo: name one or more, without repetition" in error_of(
         tmp_path, methods=("grpo", "grpo")
     )
-    assert "--task sequence:hard; write NAME" in refused(tmp_path, tasks=("sequence:hard",))
-    assert "--seeds 1: an interval needs at least 2" in refused(tmp_path, seeds=1)
-    message = refused(tmp_path, "objective.kl_ceof=0.1", methods=("grpo", "filtered_bc"))
+    assert "--task sequence:hard; write NAME" in error_of(tmp_path, tasks=("sequence:hard",))
+    assert "--seeds 1: an interval needs at least 2" in error_of(tmp_path, seeds=1)
+    message = error_of(tmp_path, "objective.kl_ceof=0.1", methods=("grpo", "filtered_bc"))
     assert "filtered_bc: " in message
     assert "grpo: objective.kl_ceof = 0.1: grpo has no such coefficient" in message
 
@@ -208,8 +208,8 @@ def test_the_plot_of_many_methods_can_be_read(tmp_path, monkeypatch):
     """27 names that do not overlap, and rewards as rows: no legend of 27 colours."""
     from matplotlib.figure import Figure
 
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: figures.append(self))
     rng, names = np.random.default_rng(0), [f"a_rather_long_method_name_{i}" for i in range(27)]
     results = [
         {"task": task, "method": name, "seed": seed, "accuracy_before": 0.3}
@@ -221,7 +221,7 @@ def test_the_plot_of_many_methods_can_be_read(tmp_path, monkeypatch):
     config = load_config(None, TINY)
     write_comparison(tmp_path, results, config)
     write_comparison(tmp_path, [r for r in results if r["method"] in names[:5]], config)
-    many, few = drawn
+    many, few = figures
     many.canvas.draw()
     labels = many.axes[0].get_yticklabels()
     assert [label.get_text() for label in labels] == names[::-1]  # the best on top

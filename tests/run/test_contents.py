@@ -28,15 +28,15 @@ def prompt(**changes):
     return dataclasses.replace(Prompt(0, "1 + 1?", ids(3, 4), "2", **fields), **changes)
 
 
-def judged(**changes):
+def row(**changes):
     return Judged(0, "q", ids(3), (ids(4, 1), ids(5, 1)), (1.0, 0.0), (False, False))._replace(
         **changes
     )
 
 
 def session(token=5):
-    drawn = Segment(ids(token, 1), True, np.zeros(2, np.float32), np.full(2, -1, np.int32))
-    return Transcript(prompt(), 0, ids(3), (drawn,), StopReason.STOP_TOKEN)
+    segment = Segment(ids(token, 1), True, np.zeros(2, np.float32), np.full(2, -1, np.int32))
+    return Transcript(prompt(), 0, ids(3), (segment,), StopReason.STOP_TOKEN)
 
 
 def run_of(prompts=(), evals=(), pairs=(), sessions=(), *overrides):
@@ -63,10 +63,10 @@ CHANGES = {
     "a question of the evaluation": ("data.eval", ([], [prompt()]), ([], [prompt(answer="3")])),
     "a chosen answer": (
         "data.pairs",
-        ([], [], [judged()]),
-        ([], [], [judged(completions=(ids(6, 1), ids(5, 1)))]),
+        ([], [], [row()]),
+        ([], [], [row(completions=(ids(6, 1), ids(5, 1)))]),
     ),
-    "a score": ("data.pairs", ([], [], [judged()]), ([], [], [judged(scores=(0.0, 1.0))])),
+    "a score": ("data.pairs", ([], [], [row()]), ([], [], [row(scores=(0.0, 1.0))])),
     "a dialogue": ("data.train", ([], [], [], [session()]), ([], [], [], [session(6)])),
 }
 
@@ -129,11 +129,11 @@ def test_the_middle_of_a_large_file_is_left_out_but_its_size_and_ends_are_not(
     file = tmp_path / "weights"
     where = f"lora.path={json.dumps(str(tmp_path))}"
     run = run_of([], [], [], [], "model.path=M", "lora.rank=4", where)
-    seen = set()
+    checksums = set()
     for data in (b"a" * 2**21, b"b" + b"a" * (2**21 - 1), b"a" * (2**21 - 1) + b"b", b"a" * 99):
         file.write_bytes(data)
-        seen.add(contents_of(run)["lora.path"])
-    assert len(seen) == 4
+        checksums.add(contents_of(run)["lora.path"])
+    assert len(checksums) == 4
 
 
 def test_logs_without_hashes_are_resumed_as_before(tmp_path):

@@ -22,9 +22,13 @@ SIZES |= {"head_dim": 8, "mlp_dim": 64, "max_length": 64}
 
 
 def run_of(**tables):
-    given = {"model": {"config": SIZES}, "data": {"max_prompt_tokens": 16}, "mesh": {"data": 1}}
-    given |= {"sampling": {"group": 4, "max_new_tokens": 32}, "train": {"prompts": 8}}
-    config = build_config(given | {"method": "grpo"} | tables)
+    base_tables = {
+        "model": {"config": SIZES},
+        "data": {"max_prompt_tokens": 16},
+        "mesh": {"data": 1},
+    }
+    base_tables |= {"sampling": {"group": 4, "max_new_tokens": 32}, "train": {"prompts": 8}}
+    config = build_config(base_tables | {"method": "grpo"} | tables)
     return abstract_run(config, make_mesh({}, jax.devices()[:1]))
 
 
@@ -58,11 +62,11 @@ def test_it_says_what_the_device_has_and_the_largest_of_several_programs_counts(
             get_compiled_memory_stats=lambda: types.SimpleNamespace(**sizes),
         )
 
-    def broken():
+    def failing_modules():
         raise RuntimeError("deleted")
 
     live = [executable("jit_generate", n << 30) for n in (2, 26, 7)]
-    live += [executable("jit_step", 99 << 30), types.SimpleNamespace(hlo_modules=broken)]
+    live += [executable("jit_step", 99 << 30), types.SimpleNamespace(hlo_modules=failing_modules)]
     client = types.SimpleNamespace(live_executables=lambda: live)
     monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(client=client)])
     stats = {"bytes_limit": 60 << 30, "bytes_in_use": 41 << 30}

@@ -33,11 +33,11 @@ TASK = (
 
 
 def check(method, monkeypatch):
-    """What a run does before it compiles."""
+    """Checks of a run before it compiles."""
     import importlib
 
-    own = importlib.import_module("tests_own_method")
-    monkeypatch.setattr(own, "mine", method)
+    module = importlib.import_module("tests_own_method")
+    monkeypatch.setattr(module, "mine", method)
     run = setup(load_config(None, [*TASK, "method=tests_own_method:mine"]))
     check_trainable(run)
     check_own_parts(run)

@@ -111,11 +111,11 @@ def test_what_others_print_takes_the_live_line_off_the_terminal_first(monkeypatc
     out = Terminal()
     with Progress("train", total=2, file=out):
         with above_live_line():
-            begun = out.tell()
+            position = out.tell()
             out.write("compiling the sampler\n")
         text = out.getvalue()
-    assert text[:begun].endswith("\x1b[2K")  # the line is erased, and nothing is drawn before
-    assert text[begun:].startswith("compiling the sampler\n\x1b[?25l")
+    assert text[:position].endswith("\x1b[2K")  # the line is erased, and nothing is drawn before
+    assert text[position:].startswith("compiling the sampler\n\x1b[?25l")
     with above_live_line():  # no live line any more
         end = out.tell()
     assert out.tell() == end

@@ -106,8 +106,8 @@ def target(base, tmp_path):
 
 def test_the_command_writes_a_card_and_pushes_what_it_wrote(hub, target, tmp_path):
     out = tmp_path / "out"
-    made = [*target, "rewards=exact", "--push", "me/sorter", "--private"]
-    result = CliRunner().invoke(app, made)
+    arguments = [*target, "rewards=exact", "--push", "me/sorter", "--private"]
+    result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines() == [str(out), f"{hub.url}/me/sorter"]
     assert hub.created[0]["name"] == "sorter"

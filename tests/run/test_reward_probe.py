@@ -31,9 +31,9 @@ def place(tmp_path_factory):
 
 def run_of(place, name, body, *more):
     (place / f"{name}.py").write_text(f"def f(completions, answer):\n    return {body}\n")
-    own = f"rewards={{{json.dumps(f'{place}/{name}.py:f')}={{}}}}"
+    reward = f"rewards={{{json.dumps(f'{place}/{name}.py:f')}={{}}}}"
     names = [f"model.path={json.dumps(str(place / 'model'))}", f"data.train={place / 'a.jsonl'}"]
-    config = load_config(None, [*names, own, "reward_pool.workers=0", *more])
+    config = load_config(None, [*names, reward, "reward_pool.workers=0", *more])
     return build.setup(config), reward_pool(config)
 
 
@@ -46,8 +46,8 @@ def test_a_wrong_reward_is_one_line(body, place):
 
 
 def test_a_right_one_is_called_once_with_the_answer(place):
-    made = str(place / "answer-")  # a second call could not make it again
-    body = f"__import__('os').mkdir({made!r} + answer[0]) or [float(c == a) for c, a in "
+    path = str(place / "answer-")  # a second call could not make it again
+    body = f"__import__('os').mkdir({path!r} + answer[0]) or [float(c == a) for c, a in "
     body += "zip(completions, answer)]"
     run, pool = run_of(place, "right", body)
     probe_rewards(run, pool)
@@ -71,15 +71,15 @@ def test_on_a_task_with_one_of_its_problems(place):
         "def twice(samples):\n    return [0.0, 0.0]\n"
     )
     sizes = "{layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
-    for name, said in (("right", None), ("twice", "returned 2 numbers for 1 sample ")):
-        own = f"rewards={{{json.dumps(f'{place}/task.py:{name}')}={{}}}}"
-        given = ["data.task=sorting", f"model.config={sizes}", own, "reward_pool.workers=0"]
-        config = load_config(None, given)
+    for name, message in (("right", None), ("twice", "returned 2 numbers for 1 sample ")):
+        reward = f"rewards={{{json.dumps(f'{place}/task.py:{name}')}={{}}}}"
+        overrides = ["data.task=sorting", f"model.config={sizes}", reward, "reward_pool.workers=0"]
+        config = load_config(None, overrides)
         run, pool = build.setup(config), reward_pool(config)
-        if said is None:
+        if message is None:
             probe_rewards(run, pool)
             continue
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             probe_rewards(run, pool)
 
 
@@ -89,9 +89,9 @@ def test_one_by_token_is_told_where_tokens_end(place):
         f"    pathlib.Path({str(place / 'ends')!r}).write_text(str(len(samples[0].ends)))\n"
         "    return [samples[0].by_token([(0, 1, 1)])]\n"
     )
-    own = f"rewards={{{json.dumps(f'{place}/first.py:f')}={{by_token=true}}}}"
+    reward = f"rewards={{{json.dumps(f'{place}/first.py:f')}={{by_token=true}}}}"
     names = [f"model.path={json.dumps(str(place / 'model'))}", f"data.train={place / 'a.jsonl'}"]
-    config = load_config(None, [*names, own, "reward_pool.workers=0"])
+    config = load_config(None, [*names, reward, "reward_pool.workers=0"])
     probe_rewards(build.setup(config), reward_pool(config))
     assert int((place / "ends").read_text()) > 0
 

@@ -1,4 +1,4 @@
-"""What XLA sets aside for decoding: no copy of the cache, with prefixes, refills and requests."""
+"""XLA's memory for decoding: no copy of the cache, with prefixes, refills and requests."""
 
 from functools import partial
 

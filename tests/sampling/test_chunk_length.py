@@ -10,20 +10,20 @@ from jrl.sampling.chunk_length import GPU_LENGTHS, LENGTHS, MAX_SECONDS, ChunkLe
 def measured(visit, step, *, slow=(), controller=None):
     """A controller that has timed chunks of these costs; those numbered ``slow`` were delayed."""
     controller = controller or ChunkLength()
-    asked = []
+    steps_chosen = []
     while controller.measuring:
-        asked.append(controller.steps(queued=True))
-        delay = 30.0 if len(asked) - 1 in slow else 0.0
-        controller.record_chunk(asked[-1], visit + step * asked[-1] + delay)
-    return controller, asked
+        steps_chosen.append(controller.steps(queued=True))
+        delay = 30.0 if len(steps_chosen) - 1 in slow else 0.0
+        controller.record_chunk(steps_chosen[-1], visit + step * steps_chosen[-1] + delay)
+    return controller, steps_chosen
 
 
 @pytest.mark.parametrize("slow", [(), (0,), (0, 4)])
 def test_costs_are_separated_although_single_chunks_are_delayed(slow):
-    controller, asked = measured(2e-3, 5e-4, slow=slow)
+    controller, steps_chosen = measured(2e-3, 5e-4, slow=slow)
     assert controller.host_seconds == pytest.approx(2e-3, rel=1e-6)
     assert controller.step_seconds == pytest.approx(5e-4, rel=1e-6)
-    assert set(asked) == {1, 4}
+    assert set(steps_chosen) == {1, 4}
 
 
 def test_chunks_of_one_length_cost_steps_alone():
@@ -45,8 +45,8 @@ def test_chunks_of_one_length_cost_steps_alone():
 def test_the_choice_balances_host_time_and_idle_slots(visit, step, lengths, chosen):
     assert best(visit, step, lengths, LENGTHS) == chosen
     # No other allowed length costs less, with slots occupied until their chunk ends.
-    held = lambda c: np.mean([-(-n // c) * c for n in lengths]) if lengths else 1.0  # noqa: E731
-    time = lambda c: held(c) * (step + visit / c)  # noqa: E731
+    decoded_steps = lambda c: np.mean([-(-n // c) * c for n in lengths]) if lengths else 1.0  # noqa: E731
+    time = lambda c: decoded_steps(c) * (step + visit / c)  # noqa: E731
     allowed = [c for c in LENGTHS if c == 1 or visit + c * step <= MAX_SECONDS]
     assert time(chosen) == pytest.approx(min(map(time, allowed)), rel=1e-9)
 
@@ -61,8 +61,8 @@ def test_idle_slots_count_only_while_completions_wait():
 
 
 def test_slow_steps_are_not_tried_in_longer_chunks():
-    controller, asked = measured(0.0, 2 * MAX_SECONDS)
-    assert asked == [1, 1, 1]
+    controller, steps_chosen = measured(0.0, 2 * MAX_SECONDS)
+    assert steps_chosen == [1, 1, 1]
     assert controller.steps(queued=False) == 1
 
 
@@ -80,6 +80,6 @@ def test_it_is_measured_again():
 def test_on_a_gpu_few_lengths_are_chosen_from(monkeypatch):
     """Each is a program there; those that are timed are among them."""
     monkeypatch.setattr(gpu, "steps_at_once", lambda: gpu.STEPS)
-    controller, asked = measured(1e-2, 1e-2)
+    controller, steps_chosen = measured(1e-2, 1e-2)
     assert controller.steps(queued=False) == 4  # 8 of LENGTHS
-    assert set(asked) <= set(GPU_LENGTHS) < set(LENGTHS)
+    assert set(steps_chosen) <= set(GPU_LENGTHS) < set(LENGTHS)

@@ -35,8 +35,8 @@ def params(seed=0):
 
 
 def new_engine(slots=3, **more):
-    given = {"prompt_tokens": P, "max_new_tokens": T, "stop_tokens": STOPS, "chunk": 4} | more
-    return Engine(NETWORK, params(), slots=slots, **given)
+    options = {"prompt_tokens": P, "max_new_tokens": T, "stop_tokens": STOPS, "chunk": 4} | more
+    return Engine(NETWORK, params(), slots=slots, **options)
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +59,12 @@ def requests():
     ]
 
 
-def outcome(engine, asked):
+def outcome(engine, submitted):
     """Completions by (index of the request, member)."""
-    numbers = {engine.submit(r): i for i, r in enumerate(asked)}
+    numbers = {engine.submit(r): i for i, r in enumerate(submitted)}
     events = list(engine.run())
     done = {(numbers[e.request], e.member): e.completion for e in events if e.completion}
-    assert len(done) == sum(r.n for r in asked)
+    assert len(done) == sum(r.n for r in submitted)
     for key, completion in done.items():  # what came in pieces is the whole
         mine = [e for e in events if (numbers[e.request], e.member) == key]
         assert [t for e in mine for t in e.tokens] == completion.tokens.tolist()
@@ -115,8 +115,8 @@ def test_completions_equal_those_of_generate(alone):
     for i in (0, 1):
         request = requests()[i]
         key = jax.random.key(11)
-        own = jax.random.key_data(jax.random.fold_in(key, i)).tolist()
-        seeded = Request(request.tokens, T, seed=(own[0] << 32) + own[1], n=request.n)
+        key_data = jax.random.key_data(jax.random.fold_in(key, i)).tolist()
+        seeded = Request(request.tokens, T, seed=(key_data[0] << 32) + key_data[1], n=request.n)
         done = outcome(new_batch_engine(), [seeded])
         tokens = np.zeros((1, P), np.int32)
         tokens[0, : len(request.tokens)] = request.tokens
@@ -147,8 +147,8 @@ def batch(key, params, tokens, lengths, sampling_params, version, ids, *, group)
 
 @pytest.mark.parametrize("order", [range(7), [6, 3, 0, 5, 2, 4, 1]], ids=str)
 def test_other_requests_and_their_order_change_no_completion(engine, alone, order):
-    asked = [requests()[i] for i in order]
-    got = {(order[i], m): c for (i, m), c in outcome(engine, asked).items()}
+    submitted = [requests()[i] for i in order]
+    got = {(order[i], m): c for (i, m), c in outcome(engine, submitted).items()}
     assert_same(got, alone)
 
 
@@ -181,25 +181,27 @@ def test_sampling_parameters_of_other_rows_change_no_bit(engine, distributions):
 
 def test_reports_are_of_each_rows_own_distribution_and_change_no_bit(engine, alone):
     """One row asks for alternatives, one for log-probabilities, others for neither."""
-    wanted = {0: 3, 2: 48 // 3, 3: 5, 4: 0, 6: 20}
-    asked = [dataclasses.replace(r, top_logprobs=wanted.get(i)) for i, r in enumerate(requests())]
-    numbers = {engine.submit(r): i for i, r in enumerate(asked)}
+    top_by_request = {0: 3, 2: 48 // 3, 3: 5, 4: 0, 6: 20}
+    submitted = [
+        dataclasses.replace(r, top_logprobs=top_by_request.get(i)) for i, r in enumerate(requests())
+    ]
+    numbers = {engine.submit(r): i for i, r in enumerate(submitted)}
     events = list(engine.run())
     assert_same(
         {(numbers[e.request], e.member): e.completion for e in events if e.completion}, alone
     )
-    for (i, member), whole in alone.items():
+    for (i, member), completion in alone.items():
         mine = [e for e in events if (numbers[e.request], e.member) == (i, member)]
-        told = [report for e in mine for report in e.reports]
-        if i not in wanted:
-            assert not told
+        reports = [report for e in mine for report in e.reports]
+        if i not in top_by_request:
+            assert not reports
             continue
-        assert len(told) == len(whole.tokens)
-        expected = distribution_of(asked[i], whole.tokens)
-        for token, report, row in zip(whole.tokens, told, expected, strict=True):
+        assert len(reports) == len(completion.tokens)
+        expected = distribution_of(submitted[i], completion.tokens)
+        for token, report, row in zip(completion.tokens, reports, expected, strict=True):
             assert report.logprob == pytest.approx(row[token], abs=1e-5)
-            assert len(report.top) == wanted[i]
-            order = np.argsort(-row, kind="stable")[: wanted[i]]
+            assert len(report.top) == top_by_request[i]
+            order = np.argsort(-row, kind="stable")[: top_by_request[i]]
             np.testing.assert_allclose([x for _, x in report.top], row[order], atol=3e-5)
             live = [t for t, x in report.top if x > -np.inf]
             assert live == order[: len(live)].tolist()
@@ -212,14 +214,14 @@ def distribution_of(request, tokens):
     hidden, _ = NETWORK.hidden(params(), row, place, jnp.ones_like(row))
     raw = NETWORK.logits(params(), hidden)[0, len(request.tokens) - 1 : -1]
     if request.temperature == 0:
-        found = np.asarray(raw, np.float64)
+        logprobs = np.asarray(raw, np.float64)
     else:
         chosen = make_sampling_params(
             request.temperature, request.top_k, request.top_p, request.min_p
         )
         biased = raw + request.bias(NETWORK.vocab_size)[None]
-        found = np.asarray(sampling_logprobs(biased, chosen), np.float64)
-    return found - np.logaddexp.reduce(found, axis=-1, keepdims=True)
+        logprobs = np.asarray(sampling_logprobs(biased, chosen), np.float64)
+    return logprobs - np.logaddexp.reduce(logprobs, axis=-1, keepdims=True)
 
 
 @pytest.mark.parametrize(
@@ -256,37 +258,37 @@ def test_nothing_compiles_after_the_warm_up():
 
 
 def test_a_request_is_aborted(engine, alone):
-    asked = requests()
-    first, *others = (engine.submit(asked[i]) for i in (1, 0, 4, 2))
+    submitted = requests()
+    first, *others = (engine.submit(submitted[i]) for i in (1, 0, 4, 2))
     engine.step()
     engine.abort(first)
     engine.abort(others[2])  # waits for a slot still
     events = list(engine.run())
     done = {(e.request, e.member): e.completion for e in events if e.completion}
     for member in range(3):
-        gone = done[first, member]
-        assert gone.stop == StopReason.ABORTED or len(gone.tokens) < 4
-        assert gone.tokens.tolist() == alone[1, member].tokens[: len(gone.tokens)].tolist()
+        aborted = done[first, member]
+        assert aborted.stop == StopReason.ABORTED or len(aborted.tokens) < 4
+        assert aborted.tokens.tolist() == alone[1, member].tokens[: len(aborted.tokens)].tolist()
     assert done[others[2], 0].tokens.size == 0
     assert not engine.busy
     assert done[others[0], 0].tokens.tolist() == alone[0, 0].tokens.tolist()
 
 
 def test_stop_strings(engine, alone):
-    whole = max((c for (i, _), c in alone.items() if i < 3), key=lambda c: len(c.text))
-    (i, member) = next(k for k, c in alone.items() if c is whole)
-    cut = len(whole.text) // 2
-    stop = whole.text[cut : cut + 2]  # two characters, two tokens
-    at = whole.text.find(stop)
-    asked = requests()[i]
-    fields = {k: getattr(asked, k) for k in ("tokens", "max_new_tokens", "seed", "n")}
-    fields |= {"temperature": asked.temperature, "top_k": asked.top_k}
+    completion = max((c for (i, _), c in alone.items() if i < 3), key=lambda c: len(c.text))
+    (i, member) = next(k for k, c in alone.items() if c is completion)
+    middle = len(completion.text) // 2
+    stop = completion.text[middle : middle + 2]  # two characters, two tokens
+    at = completion.text.find(stop)
+    request = requests()[i]
+    fields = {k: getattr(request, k) for k in ("tokens", "max_new_tokens", "seed", "n")}
+    fields |= {"temperature": request.temperature, "top_k": request.top_k}
     got = outcome(engine, [Request(**fields, stop_strings=(stop, "never")), requests()[0]])
     end = got[0, member]
     assert end.stop == StopReason.STOP_STRING
-    assert end.text == whole.text[:at]
-    count = next(k for k in range(T) if stop in TOKENIZER.decode(whole.tokens[:k].tolist()))
-    assert end.tokens.tolist() == whole.tokens[:count].tolist()
+    assert end.text == completion.text[:at]
+    count = next(k for k in range(T) if stop in TOKENIZER.decode(completion.tokens[:k].tolist()))
+    assert end.tokens.tolist() == completion.tokens[:count].tolist()
     assert TOKENIZER.decode(end.tokens.tolist()).endswith(stop)
     assert got[1, 0].tokens.tolist() == alone[0, 0].tokens.tolist()  # the neighbour continues
 
@@ -301,8 +303,8 @@ def test_suspended_to_disk_and_resumed_elsewhere(engine, alone, tmp_path):
     flat, tree = jax.tree.flatten(state)
     np.savez(tmp_path / "state.npz", *flat)
     later = list(engine.run())
-    with np.load(tmp_path / "state.npz") as found:
-        again = tree.unflatten([found[name] for name in found.files])
+    with np.load(tmp_path / "state.npz") as arrays:
+        again = tree.unflatten([arrays[name] for name in arrays.files])
     other = new_engine(requests=BIASES, tokenizer=TOKENIZER)
     other.resume(again)
     resumed = list(other.run())
@@ -372,7 +374,7 @@ FINE = {"tokens": (1, 2), "max_new_tokens": 4}
 
 
 @pytest.mark.parametrize(
-    ("wrong", "named"),
+    ("wrong", "message"),
     [
         ({"tokens": ()}, "the prompt is empty"),
         ({"tokens": (1,) * 9}, r"has 9 tokens.*up to 8"),
@@ -404,8 +406,8 @@ FINE = {"tokens": (1, 2), "max_new_tokens": 4}
     ],
     ids=str,
 )
-def test_requests_that_are_refused(engine, wrong, named):
-    with pytest.raises(UserError, match=named):
+def test_requests_that_are_refused(engine, wrong, message):
+    with pytest.raises(UserError, match=message):
         engine.submit(Request(**FINE | wrong))
     assert not engine.busy
 
@@ -435,20 +437,20 @@ def test_a_full_queue_refuses():
 
 def test_a_request_survives_json():
     for request in requests():
-        found = Request.from_json(json.loads(json.dumps(request.to_json())))
-        assert found == Request(**request.__dict__ | {"tokens": list(request.tokens)})
+        read = Request.from_json(json.loads(json.dumps(request.to_json())))
+        assert read == Request(**request.__dict__ | {"tokens": list(request.tokens)})
 
 
 def test_blocks_of_steps_without_branches_change_nothing(monkeypatch):
     """As on a GPU: tokens, their order, ends, refills and what an abort leaves."""
     report = Request(tokens=(2, 1), max_new_tokens=T, seed=8, top_logprobs=3)
-    asked = [*requests(), report]
+    submitted = [*requests(), report]
 
     def events():
         engine = new_engine(chunk=20, requests=ALL, tokenizer=TOKENIZER)
         assert engine.compile(refresh=False)
         programs, out = engine.executables, []
-        for request in asked:
+        for request in submitted:
             engine.submit(request)
         while engine.busy:
             out += engine.step()
@@ -456,8 +458,8 @@ def test_blocks_of_steps_without_branches_change_nothing(monkeypatch):
                 engine.abort(1)
         assert engine.executables == programs  # none was left to compile
         ends = [u.completion and u.completion.stop for u in out]
-        shown = [(u.request, u.member, u.tokens, u.logprobs, u.text, u.reports) for u in out]
-        return list(zip(shown, ends, strict=True)), engine.slot_steps
+        updates = [(u.request, u.member, u.tokens, u.logprobs, u.text, u.reports) for u in out]
+        return list(zip(updates, ends, strict=True)), engine.slot_steps
 
     updates, steps = events()
     monkeypatch.setattr(gpu, "steps_at_once", lambda: 16)
@@ -474,9 +476,9 @@ def test_blocks_of_steps_without_branches_change_nothing(monkeypatch):
 def test_every_length_of_chunks_on_a_gpu_is_compiled(monkeypatch):
     monkeypatch.setattr(gpu, "steps_at_once", lambda: 16)
     engine = new_engine(chunk=None)
-    compiled, seen = engine.compile(refresh=False), set()
+    compiled, block_lengths = engine.compile(refresh=False), set()
     block_of = gpu.block_of
-    monkeypatch.setattr(gpu, "block_of", lambda steps: seen.add(steps) or block_of(steps))
+    monkeypatch.setattr(gpu, "block_of", lambda steps: block_lengths.add(steps) or block_of(steps))
     outcome(engine, requests()[:4])
     assert engine.executables == compiled
-    assert {1, 4} <= seen <= set(GPU_LENGTHS)
+    assert {1, 4} <= block_lengths <= set(GPU_LENGTHS)

@@ -61,7 +61,7 @@ def sampled(order=(0, 1, 2, 3), members=(), shrink=False, **plan):
 
 
 @cache
-def whole():
+def reference():
     return sampled()
 
 
@@ -73,7 +73,7 @@ def assert_same(got, expected):
 
 
 def test_as_many_slots_as_sequences_wait_for_the_longest():
-    rollout, steps = whole()
+    rollout, steps = reference()
     assert steps == N * G * rollout.lengths.max()
     assert set(rollout.stop.ravel().tolist()) == {StopReason.STOP_TOKEN, StopReason.LENGTH}
     assert len(set(rollout.lengths.ravel().tolist())) > 4
@@ -95,7 +95,7 @@ def test_as_many_slots_as_sequences_wait_for_the_longest():
 )
 def test_draws_do_not_depend_on_the_slots(sizes):
     rollout, steps = sampled(**sizes)
-    assert_same(rollout, whole()[0])
+    assert_same(rollout, reference()[0])
     assert rollout.lengths.sum() <= steps <= sizes.get("slots", N * G) * rollout.lengths.sum()
 
 
@@ -103,7 +103,7 @@ def test_draws_do_not_depend_on_the_order_of_arrival():
     order = [2, 0, 3, 1]
     rollout, _ = sampled(order, slots=5, chunk=2)
     pick = lambda x: x[order]  # noqa: E731
-    assert_same(rollout, jax.tree.map(pick, whole()[0]))
+    assert_same(rollout, jax.tree.map(pick, reference()[0]))
 
 
 def test_greedy_members_among_few_slots():
@@ -114,7 +114,7 @@ def test_greedy_members_among_few_slots():
     assert_same(few, expected)
     assert (few.sampler_logprobs[:, 3] == 0).all()
     assert np.array_equal(
-        few.tokens[:, :3][few.mask[:, :3]], whole()[0].tokens[:, :3][few.mask[:, :3]]
+        few.tokens[:, :3][few.mask[:, :3]], reference()[0].tokens[:, :3][few.mask[:, :3]]
     )
 
 
@@ -146,14 +146,14 @@ def test_smaller_states_are_for_long_completions_that_may_end():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "named"),
+    ("sizes", "message"),
     [
         ({"slots": 2, "block": 4}, "slots = 2 do not hold one block of 4"),
         ({"slots": 6, "block": 3}, "block = 3 does not divide the 4 members"),
     ],
 )
-def test_sizes_that_do_not_go_together(sizes, named):
-    with pytest.raises(UserError, match=named):
+def test_sizes_that_do_not_go_together(sizes, message):
+    with pytest.raises(UserError, match=message):
         sampled(**sizes)
 
 
@@ -173,7 +173,7 @@ def test_sharded_sampling_is_the_same(sizes):
     with jax.set_mesh(mesh):
         compiled = run.lower(jax.random.key(1), placed, *args).compile()
         rollout, _ = jax.device_get(compiled(jax.random.key(1), placed, *args))
-    assert_same(rollout, whole()[0])
+    assert_same(rollout, reference()[0])
     if "tensor" not in sizes:
         assert collectives_in_loops(compiled.as_text()) == []
 
@@ -190,7 +190,7 @@ def collectives_in_loops(text):
             bodies[name] = []
         elif name is not None:
             bodies[name].append(line)
-    called = {
+    callees = {
         name: {
             word.strip("%,){}(")
             for line in lines
@@ -207,7 +207,7 @@ def collectives_in_loops(text):
     assert inside  # there is a loop over tokens
     frontier = set(inside)
     while frontier:
-        frontier = set().union(*(called[name] for name in frontier)) - inside
+        frontier = set().union(*(callees[name] for name in frontier)) - inside
         inside |= frontier
     return [
         line.strip()

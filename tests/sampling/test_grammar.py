@@ -73,8 +73,10 @@ def engine():
 
 def completions(engine, *requests):
     numbers = [engine.submit(request) for request in requests]
-    ended = {(u.request, u.member): u.completion for u in engine.run() if u.completion}
-    return [ended[n, m] for n, r in zip(numbers, requests, strict=True) for m in range(r.n)]
+    completions_by_row = {(u.request, u.member): u.completion for u in engine.run() if u.completion}
+    return [
+        completions_by_row[n, m] for n, r in zip(numbers, requests, strict=True) for m in range(r.n)
+    ]
 
 
 FREE = Request((5, 6), 60, seed=3, temperature=0.9, top_k=30)
@@ -129,14 +131,16 @@ def test_a_length_ends_in_the_middle_and_stop_strings_hold(engine):
 
 
 def test_a_suspended_engine_goes_on_with_its_grammars(engine):
-    whole = completions(engine, BOUND)
+    uninterrupted = completions(engine, BOUND)
     first, second = new_engine(), new_engine()
     first.submit(BOUND)
     for _ in range(9):
         first.step()
     second.resume(first.suspend())
-    ended = sorted((u.completion for u in second.run() if u.completion), key=lambda x: x.member)
-    assert [x.text for x in ended] == [x.text for x in whole]
+    after_resume = sorted(
+        (u.completion for u in second.run() if u.completion), key=lambda x: x.member
+    )
+    assert [x.text for x in after_resume] == [x.text for x in uninterrupted]
 
 
 def test_programs_do_not_depend_on_the_grammar():
@@ -145,10 +149,10 @@ def test_programs_do_not_depend_on_the_grammar():
     before = engine.executables
     for choices in (["x"], ["yy", "z"]):
         schema = {"enum": choices}
-        (made,) = completions(
+        (completion,) = completions(
             engine, Request((5,), 20, grammar="start: %json " + json.dumps(schema))
         )
-        assert json.loads(made.text) in choices
+        assert json.loads(completion.text) in choices
     assert engine.executables == before
 
 

@@ -91,12 +91,12 @@ def test_the_distribution_against_float64(knobs, v):
     for row, expected in zip(got, (params_of_row(x, **knobs) for x in logits), strict=True):
         assert np.array_equal(row > -np.inf, expected > 0)
         np.testing.assert_allclose(np.exp(row), expected, atol=2e-6)
-        kept = expected > 0
-        np.testing.assert_allclose(row[kept], np.log(expected[kept]), atol=2e-5)
+        nonzero = expected > 0
+        np.testing.assert_allclose(row[nonzero], np.log(expected[nonzero]), atol=2e-5)
 
 
 @pytest.mark.parametrize(
-    ("logits", "knobs", "kept"),
+    ("logits", "knobs", "in_support"),
     [
         ([3.0, 2.0, 2.0, 2.0, 1.0], {"top_k": 2}, [1, 1, 1, 1, 0]),
         ([3.0, 2.0, 2.0, 2.0, 1.0], {"top_p": 0.6}, [1, 1, 1, 1, 0]),
@@ -112,10 +112,10 @@ def test_the_distribution_against_float64(knobs, v):
         ([2.0, 0.0, 2.0, 0.0, 1.0], {"temperature": 0.0}, [1, 0, 0, 0, 0]),
     ],
 )
-def test_ties(logits, knobs, kept):
+def test_ties(logits, knobs, in_support):
     logits = np.array([logits], np.float32)
     got = np.asarray(sampling_logprobs(logits, make_sampling_params(**knobs)))[0]
-    assert (got > -np.inf).tolist() == np.array(kept, bool).tolist()
+    assert (got > -np.inf).tolist() == np.array(in_support, bool).tolist()
     np.testing.assert_allclose(np.exp(got), params_of_row(logits[0], **knobs), atol=1e-6)
 
 
@@ -156,7 +156,7 @@ def test_what_is_kept_is_what_sorting_keeps(name):
     logits = odd_logits(name, rows, v)
     got = np.asarray(sampling_logprobs(logits, sampling_params)) > -np.inf
     sure = 0
-    for row, k, p, kept in zip(logits.astype(np.float64), top_k, top_p, got, strict=True):
+    for row, k, p, in_support in zip(logits.astype(np.float64), top_k, top_p, got, strict=True):
         descending = np.sort(row)[::-1]
         least = descending[k - 1] if k else -np.inf
         if p < 1:
@@ -166,7 +166,7 @@ def test_what_is_kept_is_what_sorting_keeps(name):
                 continue  # rounding decides
             least = max(least, descending[np.argmax(mass >= p)])
         sure += 1
-        assert np.array_equal(kept, (row >= least) & (row > -np.inf))
+        assert np.array_equal(in_support, (row >= least) & (row > -np.inf))
     assert sure > rows / 3
 
 
@@ -219,7 +219,7 @@ def test_rows_of_a_mixed_batch_have_the_distribution_they_have_alone(few):
         **flags,
     )
     logits, uniform = some_logits(few, 11, 70), np.random.default_rng(1).random(11, np.float32)
-    drawn = sample(uniform, logits, together)
+    sampled = sample(uniform, logits, together)
     separate = together.replace(mixed=False)
     assert np.array_equal(sampling_logprobs(logits, together), sampling_logprobs(logits, separate))
     plain = together.replace(truncates=False, mixed=False, floors=False)
@@ -227,9 +227,9 @@ def test_rows_of_a_mixed_batch_have_the_distribution_they_have_alone(few):
         same = np.array(
             [sampling_params is separate or knobs.keys() <= {"temperature"} for knobs in rows]
         )
-        for mine, other in zip(drawn, sample(uniform, logits, sampling_params), strict=True):
+        for mine, other in zip(sampled, sample(uniform, logits, sampling_params), strict=True):
             assert np.array_equal(np.asarray(mine)[same], np.asarray(other)[same])
-    for logit, knobs, token in zip(logits, rows, drawn[0], strict=True):
+    for logit, knobs, token in zip(logits, rows, sampled[0], strict=True):
         assert params_of_row(logit, **knobs)[token] > 0
     program = str(jax.make_jaxpr(sample_eagerly)(uniform, logits, together)).splitlines()
     sorts = [line for line in program if "sort[" in line]
@@ -260,10 +260,10 @@ def test_biased_and_masked_distributions(knobs):
     tokens, logprobs = sample(uniform, logits, sampling_params)
     np.testing.assert_allclose(logprobs, got[np.arange(8), tokens], atol=1e-5)
     if knobs.get("temperature") != 0:  # greedy tokens are scored at temperature 1
-        found = token_logprobs(logits, tokens, sampling_params, entropy=True)
-        np.testing.assert_allclose(found["logprobs"], logprobs, atol=1e-5)
+        scores = token_logprobs(logits, tokens, sampling_params, entropy=True)
+        np.testing.assert_allclose(scores["logprobs"], logprobs, atol=1e-5)
         surprise = np.log(np.where(expected > 0, expected, 1))
-        np.testing.assert_allclose(found["entropy"], -(expected * surprise).sum(1), atol=1e-5)
+        np.testing.assert_allclose(scores["entropy"], -(expected * surprise).sum(1), atol=1e-5)
         for name in ("logprobs", "entropy"):
             slope = np.asarray(slope_of(logits, tokens, sampling_params, name=name))
             assert np.isfinite(slope).all()
@@ -304,7 +304,7 @@ def test_logits_of_low_precision_are_scored_in_float32():
 
 
 @pytest.mark.parametrize(
-    ("knobs", "named"),
+    ("knobs", "message"),
     [
         ({"temperature": -0.1}, "sampling.temperature = -0.1"),
         ({"top_k": -1}, "sampling.top_k = -1"),
@@ -317,8 +317,8 @@ def test_logits_of_low_precision_are_scored_in_float32():
         ({"temperature": float("inf")}, "sampling.temperature = inf"),
     ],
 )
-def test_numbers_outside_their_domain(knobs, named):
-    with pytest.raises(UserError, match=named):
+def test_numbers_outside_their_domain(knobs, message):
+    with pytest.raises(UserError, match=message):
         make_sampling_params(**knobs)
 
 
@@ -337,12 +337,12 @@ def test_the_trainer_scores_the_same_distribution(knobs):
         np.asarray(sampling_logprobs(logits, sampling_params)), tokens[:, None], axis=1
     )[:, 0]
     scored = np.asarray(token_logprobs(logits, tokens, sampling_params)["logprobs"])
-    kept = sampled > -np.inf
-    assert kept.sum() >= 3
-    np.testing.assert_allclose(scored[kept], sampled[kept], atol=1e-6)
+    in_support = sampled > -np.inf
+    assert in_support.sum() >= 3
+    np.testing.assert_allclose(scored[in_support], sampled[in_support], atol=1e-6)
     assert np.isfinite(scored).all()
     if sampling_params.truncates or sampling_params.floors:
-        assert (~kept).sum() >= 3
+        assert (~in_support).sum() >= 3
 
 
 def test_a_token_left_out_is_put_back_among_the_kept():
@@ -446,11 +446,11 @@ def goodness_of_fit(p, logits, sampling_params):
     np.testing.assert_allclose(
         logprobs, sampling_logprobs(logits, sampling_params)[0][tokens], atol=1e-5
     )
-    seen = np.bincount(tokens, minlength=v)
-    assert seen[p == 0].sum() == 0
+    counts = np.bincount(tokens, minlength=v)
+    assert counts[p == 0].sum() == 0
     # Rare tokens are pooled, so that every cell has at least ten expected counts.
     common = p * count >= 10
-    observed = np.append(seen[common], seen[~common].sum())
+    observed = np.append(counts[common], counts[~common].sum())
     expected = np.append(p[common], p[~common].sum()) * count
     observed, expected = observed[expected > 0], expected[expected > 0]
     statistic = (np.square(observed - expected) / expected).sum()

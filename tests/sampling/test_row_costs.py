@@ -1,4 +1,4 @@
-"""What is measured of the rows of episodes, and what follows from it."""
+"""Measured costs of episodes' rows, and the choices based on them."""
 
 import math
 
@@ -17,51 +17,51 @@ def test_the_first_of_each_shape_is_not_timed():
 
 
 def costs(slots=8):
-    found = RowCosts(slots)
+    row_costs = RowCosts(slots)
     for _ in range(3):
-        found.leaving.record(1, 0.01)
-        found.returning.record(1, 0.02)
-        found.reading.record(100, 0.1)
-        found.reading.record(200, 0.2)
-    return found
+        row_costs.leaving.record(1, 0.01)
+        row_costs.returning.record(1, 0.02)
+        row_costs.reading.record(100, 0.1)
+        row_costs.reading.record(200, 0.2)
+    return row_costs
 
 
 def test_a_wait_costs_what_was_measured():
-    found = costs()
+    row_costs = costs()
     for seconds in (1.0, 2.0, 6.0):
-        found.record_wait(seconds)
-    wait = found.wait(1.5, tokens=300)
+        row_costs.record_wait(seconds)
+    wait = row_costs.wait(1.5, tokens=300)
     assert wait == pytest.approx(((0.5 + 4.5) / 2, 8 * 0.03, 8 * 0.3))
-    assert [found.wait_left(x) for x in (0.0, 1.0, 2.0)] == pytest.approx([3.0, 3.0, 4.0])
-    assert found.wait_left(7.0) == 7.0  # longer than any before
+    assert [row_costs.wait_left(x) for x in (0.0, 1.0, 2.0)] == pytest.approx([3.0, 3.0, 4.0])
+    assert row_costs.wait_left(7.0) == 7.0  # longer than any before
 
 
 def test_the_choice_changes_with_wait_and_length():
-    found = costs()
-    found.record_wait(0.1)
-    assert cheapest(found.wait(0.0, tokens=300)) == WaitingPlace.HELD
-    found = costs()
-    found.record_wait(10.0)
-    assert cheapest(found.wait(0.0, tokens=300)) == WaitingPlace.PARKED
+    row_costs = costs()
+    row_costs.record_wait(0.1)
+    assert cheapest(row_costs.wait(0.0, tokens=300)) == WaitingPlace.HELD
+    row_costs = costs()
+    row_costs.record_wait(10.0)
+    assert cheapest(row_costs.wait(0.0, tokens=300)) == WaitingPlace.PARKED
     # Not dropped, whose bits differ.
-    assert cheapest(found.wait(0.0, tokens=10)) == WaitingPlace.PARKED
-    full = found.wait(0.0, tokens=300)._replace(parked=math.inf)
+    assert cheapest(row_costs.wait(0.0, tokens=10)) == WaitingPlace.PARKED
+    full = row_costs.wait(0.0, tokens=300)._replace(parked=math.inf)
     assert cheapest(full) == WaitingPlace.DROPPED
     assert cheapest(full._replace(dropped=24.0)) == WaitingPlace.HELD
 
 
 def test_what_was_never_measured_is_tried_but_reading():
-    found = RowCosts(4)
-    assert found.wait(0.0, tokens=9) == (0.0, 0.0, math.inf)
-    assert cheapest(found.wait(0.0, tokens=9)) == WaitingPlace.HELD
-    assert cheapest(found.wait(0.2, tokens=9)) == WaitingPlace.PARKED
+    row_costs = RowCosts(4)
+    assert row_costs.wait(0.0, tokens=9) == (0.0, 0.0, math.inf)
+    assert cheapest(row_costs.wait(0.0, tokens=9)) == WaitingPlace.HELD
+    assert cheapest(row_costs.wait(0.2, tokens=9)) == WaitingPlace.PARKED
     assert cheapest(WaitCosts(1.0, math.inf, math.inf)) == WaitingPlace.HELD
 
 
 def test_chunks_may_be_as_idle_as_half_a_return_to_the_host():
-    found = RowCosts(8)
-    assert found.idle_steps() == 0
+    row_costs = RowCosts(8)
+    assert row_costs.idle_steps() == 0
     for _ in range(3):
-        found.steps.record(1, 0.01)
-        found.returns.record(1, 0.02)
-    assert found.idle_steps() == 8
+        row_costs.steps.record(1, 0.01)
+        row_costs.returns.record(1, 0.02)
+    assert row_costs.idle_steps() == 8

@@ -147,7 +147,7 @@ def assert_same(slots, other, *, atol=0.0):
 
 
 @jit
-def _whole(params, tokens):
+def _reference_logits(params, tokens):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     hidden, _ = NETWORK.hidden(params, tokens, positions, jnp.ones_like(tokens))
     return NETWORK.logits(params, hidden)
@@ -157,7 +157,7 @@ def whole_logits(tokens):
     """[B, L, V] logits of the next token from one forward pass without a cache; B is N * G."""
     rows = np.zeros((N * G, P + T), np.int32)
     rows[: len(tokens)] = tokens
-    return np.asarray(_whole(params(), rows))[: len(tokens)]
+    return np.asarray(_reference_logits(params(), rows))[: len(tokens)]
 
 
 def scored(prompt_tokens, prompt_lengths, tokens, lengths, temperature):
@@ -320,12 +320,12 @@ def test_chunks_are_bit_equal_to_one_go(chunk):
 
 @pytest.mark.parametrize("limits", [{}, {"until": 6}])
 def test_a_loop_that_looks_at_its_end_less_often_ends_where_it_should(limits, monkeypatch):
-    def ended(steps_at_once):
+    def decode_until(steps_at_once):
         monkeypatch.setattr(gpu, "steps_at_once", lambda: steps_at_once)
         how = {"network": NETWORK, "steps": T, "stop_tokens": STOPS} | limits
         return jit(partial(decode, **how))(weights(), begin(), VERSION)
 
-    (slots, count), (want, steps) = ended(4), ended(1)
+    (slots, count), (want, steps) = decode_until(4), decode_until(1)
     assert count == steps
     assert_same(slots, want)
 
@@ -342,14 +342,14 @@ def test_while_slots_are_idle_the_others_draw_until_the_next_look(monkeypatch):
 
 
 def test_a_queue_that_looks_less_often_draws_the_same(monkeypatch):
-    def drawn(steps_at_once):
+    def sample_in_chunks(steps_at_once):
         monkeypatch.setattr(gpu, "steps_at_once", lambda: steps_at_once)
         sizes = {"group": G, "max_new_tokens": T, "slots": 6, "stop_tokens": STOPS}
         draw = jit(partial(generate, network=NETWORK, **sizes))
         inputs = jax.random.key(1), params(), prompts(), LENGTHS, SAMPLING, VERSION, IDS
         return draw(*inputs)[0]
 
-    assert_same_rollouts(drawn(5), drawn(1))
+    assert_same_rollouts(sample_in_chunks(5), sample_in_chunks(1))
 
 
 def test_a_chunk_ends_where_it_should():
@@ -366,8 +366,8 @@ def test_a_chunk_ends_where_it_should():
 def test_suspended_on_the_host():
     slots = advance(begin(), steps=3)
     data = jax.random.key_data(slots.keys)
-    kept = jax.device_get((slots.replace(keys=None), data))
-    back, data = jax.device_put(kept)
+    suspended = jax.device_get((slots.replace(keys=None), data))
+    back, data = jax.device_put(suspended)
     slots = back.replace(keys=jax.random.wrap_key_data(data))
     assert_same(advance(slots, steps=T), decoded())
 
@@ -403,10 +403,10 @@ def test_limits():
     r = rollout()
     free = r.lengths.reshape(-1)
     assert np.array_equal(slots.lengths, np.minimum(free, limits))
-    cut = np.asarray(limits) < free
-    assert cut.any()
-    assert (~cut).any()
-    reasons = np.where(cut, StopReason.LENGTH, r.stop.reshape(-1))
+    at_limit = np.asarray(limits) < free
+    assert at_limit.any()
+    assert (~at_limit).any()
+    reasons = np.where(at_limit, StopReason.LENGTH, r.stop.reshape(-1))
     assert np.array_equal(slots.stop, reasons)
     for i in range(N * G):
         n = int(slots.lengths[i])
@@ -452,9 +452,9 @@ def test_a_fork_at_any_position():
     row = int(np.argmax(lengths))
     positions = np.minimum(1 + np.arange(N * G), lengths[row]).astype(np.int32)
     source = jnp.full(N * G, row, jnp.int32)
-    for own in (True, False):
+    for same_key in (True, False):
         others = jax.random.split(jax.random.key(9), N * G)
-        keys = jnp.repeat(decoded().keys[row][None], N * G) if own else others
+        keys = jnp.repeat(decoded().keys[row][None], N * G) if same_key else others
         back = rewind(fork(decoded(), source, keys), positions)
         assert np.array_equal(back.lengths, positions)
         assert ((back.versions >= 0).sum(axis=1) == positions).all()
@@ -464,8 +464,8 @@ def test_a_fork_at_any_position():
             assert np.array_equal(tokens[:position], full[:position])
             assert set(versions[:position].tolist()) == {4}
             assert set(versions[position:].tolist()) <= {5, -1}
-            assert np.array_equal(tokens, full) or not own
-        if own:
+            assert np.array_equal(tokens, full) or not same_key
+        if same_key:
             np.testing.assert_allclose(
                 again.logprobs, jnp.repeat(decoded().logprobs[row][None], N * G, 0), atol=1e-5
             )
@@ -495,11 +495,11 @@ def test_tokens_from_outside_are_there_and_not_trained_on():
         assert end.tokens[i, n : n + c].tolist() == tool[i, :c].tolist()
         assert end.tokens[i, :n].tolist() == before.tokens[i, :n].tolist()
         column = np.arange(T)
-        drawn = (column < end.lengths[i]) & ~((n <= column) & (column < n + c))
-        assert np.array_equal(end.mask[i], drawn)
-        assert (end.logprobs[i][~drawn] == 0).all()
-        assert (end.versions[i][~drawn] == -1).all()
-        assert (end.versions[i][drawn] == np.where(column < n, 4, 5)[drawn]).all()
+        sampled_mask = (column < end.lengths[i]) & ~((n <= column) & (column < n + c))
+        assert np.array_equal(end.mask[i], sampled_mask)
+        assert (end.logprobs[i][~sampled_mask] == 0).all()
+        assert (end.versions[i][~sampled_mask] == -1).all()
+        assert (end.versions[i][sampled_mask] == np.where(column < n, 4, 5)[sampled_mask]).all()
 
 
 def test_what_follows_tokens_from_outside_has_seen_them():
@@ -536,16 +536,16 @@ def test_what_does_not_fit():
         sampled(max_new_tokens=20)
 
 
-@pytest.mark.parametrize(("wanted", "limit"), [(N * G, 0), (N * G, 5), (N * G - 2, 3), (0, 0)])
-def test_decoding_returns_before_more_slot_steps_are_idle(wanted, limit):
-    ended = np.asarray(rollout().lengths).ravel()
+@pytest.mark.parametrize(("live_wanted", "limit"), [(N * G, 0), (N * G, 5), (N * G - 2, 3), (0, 0)])
+def test_decoding_returns_before_more_slot_steps_are_idle(live_wanted, limit):
+    ends = np.asarray(rollout().lengths).ravel()
     idle, steps = 0, 0  # the first step is taken in any case
-    while steps < T and (steps == 0 or idle + max(wanted - (ended > steps).sum(), 0) <= limit):
-        idle += max(wanted - (ended > steps).sum(), 0)
+    while steps < T and (steps == 0 or idle + max(live_wanted - (ends > steps).sum(), 0) <= limit):
+        idle += max(live_wanted - (ends > steps).sum(), 0)
         steps += 1
-    given = IdleLimit(jnp.int32(wanted), jnp.int32(limit))
-    slots, count = _decode_until_idle(weights(), begin(), given)
-    assert int(count) == min(steps, ended.max())
-    assert count < T or wanted == 0
-    assert np.array_equal(slots.lengths, np.minimum(ended, steps))
+    idle_limit = IdleLimit(jnp.int32(live_wanted), jnp.int32(limit))
+    slots, count = _decode_until_idle(weights(), begin(), idle_limit)
+    assert int(count) == min(steps, ends.max())
+    assert count < T or live_wanted == 0
+    assert np.array_equal(slots.lengths, np.minimum(ends, steps))
     assert_same(advance(slots, steps=T), rollout())  # and goes on as if it had not

@@ -69,13 +69,13 @@ def test_a_row_that_returns_to_another_slot_resumes_as_if_it_had_stayed():
     stayed = run(weights(), slots, 3)
     parked = pick(slots, np.array([1]))
     elsewhere = put(run(weights(), begin(weights(), 5), 2), np.array([3]), parked)
-    moved = run(weights(), elsewhere, 3)
-    assert_row(moved, 3, stayed, 1)
+    resumed = run(weights(), elsewhere, 3)
+    assert_row(resumed, 3, stayed, 1)
     assert stayed.lengths.tolist() == [6] * S
     # and whoever was there before it is as it was
     others = run(weights(), begin(weights(), 5), 5)
     for row in range(3):
-        assert_row(moved, row, others, row)
+        assert_row(resumed, row, others, row)
 
 
 def test_a_place_that_is_not_there_takes_nothing():
@@ -92,11 +92,11 @@ def test_tokens_for_a_few_rows_are_those_for_all_rows():
     raised = slots.replace(limits=jnp.where(counts > 0, 8, slots.limits))
     expected = every(weights(), raised, tokens, counts)
     rows = np.array([3, 1, S], np.int32)  # in any order, and one that is none
-    given = tokens[[3, 1, 0]], counts[[3, 1, 0]], np.full(3, 8, np.int32)
-    found = some(weights(), slots, rows, *given)
+    arguments = tokens[[3, 1, 0]], counts[[3, 1, 0]], np.full(3, 8, np.int32)
+    resumed = some(weights(), slots, rows, *arguments)
     for row in range(S):
-        assert_row(found, row, expected, row)
-    a, b = run(weights(), found, T), run(weights(), expected, T)
+        assert_row(resumed, row, expected, row)
+    a, b = run(weights(), resumed, T), run(weights(), expected, T)
     assert a.lengths.tolist() == [6, 8, 6, 8]
     for row in range(S):
         assert_row(a, row, b, row)

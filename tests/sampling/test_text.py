@@ -29,7 +29,7 @@ TEXT = "naïve 😀 日本語 ok"
 
 
 def pushed(tokens, sizes, stop=()):
-    """What comes out, piece by piece, when the tokens come in chunks of this size."""
+    """Pieces of text from tokens in chunks of this size."""
     stream, pieces = TextStream(BYTES, stop), []
     at = 0
     for size in sizes:

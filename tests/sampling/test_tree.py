@@ -60,11 +60,11 @@ def compiled(branching, slots=0):
 
 def grown(at="entropy", roots=2, rounds=2, above=0.0, slots=0, order=(0, 1, 2, 3)):
     order = list(order)
-    drawn = compiled(Branching(at, roots, rounds, above), slots)(
+    tree = compiled(Branching(at, roots, rounds, above), slots)(
         *(jax.random.key(1), params(), prompts()[order], LENGTHS[order]),
         *(SAMPLING, VERSION, IDS[order]),
     )
-    return jax.device_get(drawn)
+    return jax.device_get(tree)
 
 
 def parted(rollout, n, i):
@@ -76,17 +76,17 @@ def test_where_no_token_is_worth_leaving_the_group_is_drawn_apart():
     out = jit(partial(generate, network=NETWORK, group=G, max_new_tokens=T, stop_tokens=STOPS))(
         jax.random.key(1), params(), prompts(), LENGTHS, SAMPLING, VERSION, IDS
     )
-    apart, rollout = jax.device_get(out)[0], grown(above=99.0).rollout
+    independent, rollout = jax.device_get(out)[0], grown(above=99.0).rollout
     for name in ("lengths", "mask", "versions", "stop", "baseline"):
-        np.testing.assert_array_equal(getattr(rollout, name), getattr(apart, name), name)
-    live = apart.mask
-    np.testing.assert_array_equal(rollout.tokens[live], apart.tokens[live])
-    np.testing.assert_allclose(rollout.sampler_logprobs, apart.sampler_logprobs, atol=1e-5)
+        np.testing.assert_array_equal(getattr(rollout, name), getattr(independent, name), name)
+    live = independent.mask
+    np.testing.assert_array_equal(rollout.tokens[live], independent.tokens[live])
+    np.testing.assert_allclose(rollout.sampler_logprobs, independent.sampler_logprobs, atol=1e-5)
 
 
-def assert_is_a_tree(drawn):
+def assert_is_a_tree(tree):
     """Every token is drawn by one member, and stands in those that branched off behind it."""
-    rollout, node = drawn.rollout, drawn.node
+    rollout, node = tree.rollout, tree.node
     column = np.arange(T)
     for n in range(N):
         owners = {}  # node -> the member whose tokens they are
@@ -110,18 +110,18 @@ def assert_is_a_tree(drawn):
                     assert through == {k for k in range(G) if node[n, k, t - 1] == node[n, i, t]}
                 elif t:
                     assert through < {k for k in range(G) if node[n, k, t - 1] == node[n, i, t - 1]}
-    own = rollout.mask
-    np.testing.assert_array_equal(rollout.versions, np.where(own, 4, -1))
-    assert not rollout.sampler_logprobs[~own].any()
+    mask = rollout.mask
+    np.testing.assert_array_equal(rollout.versions, np.where(mask, 4, -1))
+    assert not rollout.sampler_logprobs[~mask].any()
 
 
 @pytest.mark.parametrize("at", PLACES)
 def test_each_token_is_drawn_by_one_member_and_shared_by_those_that_leave_it(at):
-    drawn = grown(at)
-    assert_is_a_tree(drawn)
-    rollout = drawn.rollout
+    tree = grown(at)
+    assert_is_a_tree(tree)
+    rollout = tree.rollout
     assert rollout.mask.sum() < 0.8 * rollout.lengths.sum()  # much is shared
-    assert (rollout.lengths.sum(), rollout.mask.sum()) < (N * G * T, drawn.slot_steps)
+    assert (rollout.lengths.sum(), rollout.mask.sum()) < (N * G * T, tree.slot_steps)
 
 
 def whole_logprobs(rollout):
@@ -144,8 +144,8 @@ def whole_logprobs(rollout):
 def test_branches_are_drawn_behind_their_whole_past():
     rollout = grown().rollout
     expected, _ = whole_logprobs(rollout)
-    own = rollout.mask
-    np.testing.assert_allclose(rollout.sampler_logprobs[own], expected[own], atol=1e-5)
+    mask = rollout.mask
+    np.testing.assert_allclose(rollout.sampler_logprobs[mask], expected[mask], atol=1e-5)
 
 
 @pytest.mark.parametrize("at", ["entropy", "gap", "surprise"])
@@ -154,7 +154,7 @@ def test_the_branches_of_one_round_leave_the_places_worth_most(at):
     rollout = grown(at, rounds=1).rollout
     logprobs, scores = whole_logprobs(rollout)
     for n in range(N):
-        worth = []
+        entropies = []
         for i in range(2):
             for t in range(rollout.lengths[n, i]):
                 p = np.exp(scores[n, i, LENGTHS[n] + t - 1].astype(np.float64))
@@ -164,8 +164,8 @@ def test_the_branches_of_one_round_leave_the_places_worth_most(at):
                     "gap": 1 - (top[0] - top[1]),
                     "surprise": -logprobs[n, i, t],
                 }[at]
-                worth.append((number, i, t))
-        best = [sorted((w for w in worth if w[1] == i), reverse=True)[:2] for i in range(2)]
+                entropies.append((number, i, t))
+        best = [sorted((w for w in entropies if w[1] == i), reverse=True)[:2] for i in range(2)]
         places = [t for _, _, t in best[0] + best[1]]
         places += [0] * (G - 2 - len(places))  # a root of one token has one place; then the prompt
         assert sorted(parted(rollout, n, i) for i in range(2, G)) == sorted(places)
@@ -180,17 +180,17 @@ def test_even_branches_leave_the_middle_and_then_the_quarters():
 
 
 def test_a_tree_depends_on_neither_slots_nor_neighbours():
-    whole, some, turned = grown(), grown(slots=2 * G + 1), grown(order=(2, 0, 3, 1))
+    reference, some, turned = grown(), grown(slots=2 * G + 1), grown(order=(2, 0, 3, 1))
     for name in FIELDS:
-        one = getattr(whole.rollout, name)
+        one = getattr(reference.rollout, name)
         same = np.array_equal if name != "sampler_logprobs" else partial(np.allclose, atol=1e-5)
-        live = whole.rollout.lengths[:, :, None] > np.arange(T)
-        cut = (lambda x, live=live: np.where(live, x, 0)) if one.ndim == 3 else lambda x: x
-        assert same(cut(one), cut(getattr(some.rollout, name))), name
+        live = reference.rollout.lengths[:, :, None] > np.arange(T)
+        live_part = (lambda x, live=live: np.where(live, x, 0)) if one.ndim == 3 else lambda x: x
+        assert same(live_part(one), live_part(getattr(some.rollout, name))), name
         back = getattr(turned.rollout, name)[[1, 3, 0, 2]]
-        assert same(cut(one), cut(back)), name
-    np.testing.assert_array_equal(whole.node, some.node)
-    np.testing.assert_array_equal(whole.node, turned.node[[1, 3, 0, 2]])
+        assert same(live_part(one), live_part(back)), name
+    np.testing.assert_array_equal(reference.node, some.node)
+    np.testing.assert_array_equal(reference.node, turned.node[[1, 3, 0, 2]])
 
 
 @pytest.mark.parametrize(
@@ -201,14 +201,14 @@ def test_sharded_trees_are_the_same(sizes):
     placed = jax.device_put(params(), tree_shardings(mesh, NETWORK.axes(), params()))
     args = (jax.random.key(1), placed, prompts(), LENGTHS, SAMPLING, VERSION, IDS)
     with jax.set_mesh(mesh):
-        drawn = jax.device_get(jit(program(Branching("entropy", 2, 2)))(*args))
-    whole = grown()
-    np.testing.assert_array_equal(drawn.node, whole.node)
-    live = drawn.node > 0
-    np.testing.assert_array_equal(drawn.rollout.tokens[live], whole.rollout.tokens[live])
-    np.testing.assert_array_equal(drawn.rollout.mask, whole.rollout.mask)
+        sharded = jax.device_get(jit(program(Branching("entropy", 2, 2)))(*args))
+    reference = grown()
+    np.testing.assert_array_equal(sharded.node, reference.node)
+    live = sharded.node > 0
+    np.testing.assert_array_equal(sharded.rollout.tokens[live], reference.rollout.tokens[live])
+    np.testing.assert_array_equal(sharded.rollout.mask, reference.rollout.mask)
     np.testing.assert_allclose(
-        drawn.rollout.sampler_logprobs, whole.rollout.sampler_logprobs, atol=1e-5
+        sharded.rollout.sampler_logprobs, reference.rollout.sampler_logprobs, atol=1e-5
     )
 
 
@@ -220,9 +220,9 @@ def test_the_past_of_a_branch_is_never_computed_again():
         calls.append(tokens.shape)
         return NETWORK.extend(weights, cache, tokens, *rest)
 
-    seen = NETWORK._replace(extend=extend).with_extras(fill=None)
+    without_fill = NETWORK._replace(extend=extend).with_extras(fill=None)
     args = (jax.random.key(1), params(), prompts(), LENGTHS, SAMPLING, VERSION, IDS)
-    jax.eval_shape(program(Branching("entropy", 2, 2), seen), *args)
+    jax.eval_shape(program(Branching("entropy", 2, 2), without_fill), *args)
     assert {shape for shape in calls if shape[1] > 1} == {(N, P)}
     assert {shape for shape in calls if shape[1] == 1} == {(2 * N, 1)}  # roots, and a round
 
@@ -230,8 +230,8 @@ def test_the_past_of_a_branch_is_never_computed_again():
 def test_nodes_counted_by_hand():
     # Member 1 leaves 0 before token 2; 2 leaves 1 before its second own token; 3 comes by itself.
     owner = jnp.array([[0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 1, 2], [3, 3, 3, 3]])
-    found = nodes_of(owner, jnp.array([4, 4, 4, 2])).tolist()
-    assert found == [[1, 1, 2, 2], [1, 1, 3, 4], [1, 1, 3, 5], [6, 6, 0, 0]]
+    nodes = nodes_of(owner, jnp.array([4, 4, 4, 2])).tolist()
+    assert nodes == [[1, 1, 2, 2], [1, 1, 3, 4], [1, 1, 3, 5], [6, 6, 0, 0]]
 
 
 def test_what_is_measured_of_a_distribution():

@@ -57,9 +57,9 @@ class Talker(CharTokenizer):
         super().__init__(string.printable.replace("\x0b", ""))
 
     def chat(self, messages, *, tools=None, **variables):
-        told = "".join(tool["function"]["name"] + "\n" for tool in tools or ())
+        tool_names = "".join(tool["function"]["name"] + "\n" for tool in tools or ())
         body = "".join(m.get("reasoning_content", "") + m["content"] + "\n" for m in messages)
-        return told + body + ("<think>\n" if "think" in body else "")
+        return tool_names + body + ("<think>\n" if "think" in body else "")
 
 
 @pytest.fixture(scope="module")
@@ -135,24 +135,24 @@ def shaped(schema, **more):
 
 
 def test_replies_follow_a_nested_schema(client):
-    made = client.chat.completions.create(**shaped(NESTED, n=3))
-    texts = [choice.message.content for choice in made.choices]
+    reply = client.chat.completions.create(**shaped(NESTED, n=3))
+    texts = [choice.message.content for choice in reply.choices]
     for text in texts:
         jsonschema.validate(json.loads(text), NESTED)
-    assert [choice.finish_reason for choice in made.choices] == ["stop"] * 3
+    assert [choice.finish_reason for choice in reply.choices] == ["stop"] * 3
     assert len(set(texts)) > 1
     assert client.chat.completions.create(**shaped(NESTED)).choices[0].message.content == texts[0]
 
 
 def test_a_stream_is_the_same_text_in_pieces(client):
-    whole = client.chat.completions.create(**shaped(NESTED)).choices[0].message.content
+    content = client.chat.completions.create(**shaped(NESTED)).choices[0].message.content
     options = {"stream": True, "stream_options": {"include_usage": True}}
     pieces = list(client.chat.completions.create(**shaped(NESTED, **options)))
     *parts, last = pieces
-    assert "".join(p.choices[0].delta.content or "" for p in parts) == whole
+    assert "".join(p.choices[0].delta.content or "" for p in parts) == content
     assert len(parts) > 10
     assert all(p.usage is None for p in parts)
-    assert (last.choices, last.usage.completion_tokens) == ([], len(whole) + 1)
+    assert (last.choices, last.usage.completion_tokens) == ([], len(content) + 1)
 
 
 def test_a_reply_at_its_limit_says_so(client):
@@ -193,7 +193,7 @@ TOOLS = [
 ]
 
 
-def called(choice):
+def calls_of(choice):
     return [(c.function.name, json.loads(c.function.arguments)) for c in choice.message.tool_calls]
 
 
@@ -201,13 +201,13 @@ def test_required_tools_are_called(client):
     ask = ASK | {"tools": TOOLS, "tool_choice": "required", "n": 3}
     schemas = {"weather": WEATHER, "clock": CLOCK}
     one = client.chat.completions.create(**ask, parallel_tool_calls=False).choices
-    assert [len(called(choice)) for choice in one] == [1, 1, 1]
+    assert [len(calls_of(choice)) for choice in one] == [1, 1, 1]
     several = client.chat.completions.create(**ask, temperature=9.0).choices
     for choice in (*one, *several):
         if choice.finish_reason == "length":  # a random policy goes on and on
             continue
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
-        for name, arguments in called(choice):
+        for name, arguments in calls_of(choice):
             jsonschema.validate(arguments, schemas[name])
 
 
@@ -216,14 +216,14 @@ def test_of_allowed_tools_one_must_be_called(client):
     tools = {"mode": "required", "tools": [clock]}
     ask = ASK | {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": tools}}
     choices = client.chat.completions.create(**ask, n=3, parallel_tool_calls=False).choices
-    assert [name for choice in choices for name, _ in called(choice)] == ["clock"] * 3
+    assert [name for choice in choices for name, _ in calls_of(choice)] == ["clock"] * 3
 
 
 def test_a_named_tool_is_called_once_and_streams(client):
     only = {"type": "function", "function": {"name": "weather"}}
     ask = ASK | {"tools": TOOLS, "tool_choice": only}
     (choice,) = client.chat.completions.create(**ask).choices
-    ((name, arguments),) = called(choice)
+    ((name, arguments),) = calls_of(choice)
     jsonschema.validate(arguments, WEATHER)
     *_, last = client.chat.completions.create(**ask, stream=True)
     (call,) = last.choices[0].delta.tool_calls
@@ -257,10 +257,10 @@ def test_a_thought_that_the_template_opened_is_apart():
     )
     assert "thought" in parsed.requests[0].grammar
     reply, pieces = ReplyChoice(parsed, 0, talker), []
-    drawn = PartialCompletion(0, 0, parsed.requests[0], talker)
+    completion = PartialCompletion(0, 0, parsed.requests[0], talker)
     for token in [*talker.encode('so < x\n</think>\n"x"'), 1]:
         stop = StopReason.STOP_TOKEN if token == 1 else StopReason.RUNNING
-        pieces.append(reply.add(drawn.extend([token], [0.0], 0, stop)))
+        pieces.append(reply.add(completion.extend([token], [0.0], 0, stop)))
     message = reply.finished()["message"]
     assert (message["content"], message["reasoning_content"]) == ('"x"', "so < x")
     deltas = [piece["delta"] for piece in pieces if piece]
@@ -304,10 +304,10 @@ def test_a_schema_nested_without_end_is_refused(client):
 
 
 def test_thoughts_of_earlier_replies_reach_the_template(client, server):
-    seen = []
+    prompts = []
     submit = server.service.sampler.submit
     server.service.sampler.submit = lambda request, on_update: (
-        seen.append(Talker().decode(request.tokens)) or submit(request, on_update)
+        prompts.append(Talker().decode(request.tokens)) or submit(request, on_update)
     )
     with contextlib.ExitStack() as stack:
         stack.callback(setattr, server.service.sampler, "submit", submit)
@@ -319,7 +319,7 @@ def test_thoughts_of_earlier_replies_reach_the_template(client, server):
         history[1]["reasoning_content"] = ["2+2"]
         with pytest.raises(openai.BadRequestError, match=r"reasoning_content must be a text"):
             client.chat.completions.create(**ASK | {"messages": history})
-    assert seen == ["go\n2+2 4\n"]
+    assert prompts == ["go\n2+2 4\n"]
 
 
 @pytest.mark.parametrize("family", PARSERS)
@@ -346,7 +346,7 @@ def test_the_grammar_of_every_family_is_read_by_its_parser(family):
         schemas["weather"] = {"type": "object", "properties": {"city": {"type": "string"}}}
         del schemas["mix"]["properties"]["note"]
     grammar = "start: calls\n" + call_rules(parser, schemas, grammars.literal, 3)
-    rng, ended = np.random.default_rng(0), 0
+    rng, count = np.random.default_rng(0), 0
     for _ in range(30):
         constraint, ids = grammars.start(grammar), []
         for _ in range(500):
@@ -360,13 +360,13 @@ def test_the_grammar_of_every_family_is_read_by_its_parser(family):
             constraint.push([token])
         else:
             continue
-        ended += 1
+        count += 1
         calls = parser.parse(talker.decode(ids), schemas)
         assert calls, talker.decode(ids)
         for call in calls:
             assert isinstance(call, Call), (call, talker.decode(ids))
             jsonschema.validate(call.arguments, schemas[call.name])
-    assert ended > 10
+    assert count > 10
 
 
 def harmony_tokenizer(place):
@@ -391,8 +391,8 @@ def test_a_forced_call_of_gpt_oss_ends_with_its_own_stop_token(name, tmp_path):
     choice = {"type": "function", "function": {"name": name}}
     ask = ASK | {"tools": TOOLS, "tool_choice": choice if name == "weather" else "required"}
     ask["messages"] = [{"role": "user", "content": "weather, clock"}]
-    told = {"tokenizer": tokenizer, "limits": limits, "model": "m", "grammars": grammars}
-    parsed = parse(ask, chat=True, parser=PARSERS["gpt_oss"], **told)
+    options = {"tokenizer": tokenizer, "limits": limits, "model": "m", "grammars": grammars}
+    parsed = parse(ask, chat=True, parser=PARSERS["gpt_oss"], **options)
     constraint = grammars.start(parsed.requests[0].grammar)
     schemas = {"weather": WEATHER, "clock": CLOCK}
     rng, ids = np.random.default_rng(0), []

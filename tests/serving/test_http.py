@@ -104,9 +104,11 @@ class Parrot:
                 if i + 1 == request.max_new_tokens and token != 1:
                     stop = StopReason.LENGTH
                 top = ((token, -0.5), (2, -1.5), (3, float("-inf")))
-                told = [TokenLogprobs(-0.5, top[: request.top_logprobs or 0])]
-                asked = request.top_logprobs is not None
-                update = running[m].extend([token], [-0.5], 0, stop, told if asked else ())
+                reports = [TokenLogprobs(-0.5, top[: request.top_logprobs or 0])]
+                wants_logprobs = request.top_logprobs is not None
+                update = running[m].extend(
+                    [token], [-0.5], 0, stop, reports if wants_logprobs else ()
+                )
                 on_update(m, update)
                 if update.completion is not None:
                     del running[m]
@@ -172,70 +174,70 @@ def test_the_model_is_listed(client, server):
 
 
 def test_a_completion(client):
-    made = client.completions.create(model="parrot", prompt="abc", max_tokens=5)
-    (choice,) = made.choices
+    reply = client.completions.create(model="parrot", prompt="abc", max_tokens=5)
+    (choice,) = reply.choices
     assert (choice.text, choice.finish_reason, choice.logprobs) == ("abcab", "length", None)
-    assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (3, 5)
-    assert made.object == "text_completion"
-    assert made.id.startswith("cmpl-")
-    assert abs(made.created - time.time()) < 60
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (3, 5)
+    assert reply.object == "text_completion"
+    assert reply.id.startswith("cmpl-")
+    assert abs(reply.created - time.time()) < 60
 
 
 def test_without_max_tokens_a_completion_has_16_and_a_chat_fills_the_limit(client):
-    made = client.completions.create(model="parrot", prompt="abc")
-    assert len(made.choices[0].text) == 16
+    reply = client.completions.create(model="parrot", prompt="abc")
+    assert len(reply.choices[0].text) == 16
     messages = [{"role": "user", "content": "a" * 15}]
-    made = client.chat.completions.create(model="parrot", messages=messages)
-    assert len(made.choices[0].message.content) == LIMITS.max_length - 15
+    reply = client.chat.completions.create(model="parrot", messages=messages)
+    assert len(reply.choices[0].message.content) == LIMITS.max_length - 15
     messages = [{"role": "user", "content": [{"type": "text", "text": "abc"}]}]
-    made = client.chat.completions.create(model="parrot", messages=messages)
-    assert len(made.choices[0].message.content) == LIMITS.max_new_tokens
+    reply = client.chat.completions.create(model="parrot", messages=messages)
+    assert len(reply.choices[0].message.content) == LIMITS.max_new_tokens
 
 
 def test_many_prompts_and_many_choices(client):
-    made = client.completions.create(model="parrot", prompt=["abc", [3, 4]], n=2, max_tokens=3)
-    assert [(c.index, c.text) for c in made.choices] == [
+    reply = client.completions.create(model="parrot", prompt=["abc", [3, 4]], n=2, max_tokens=3)
+    assert [(c.index, c.text) for c in reply.choices] == [
         *((0, "abc"), (1, "bca")),
         *((2, "121"), (3, "212")),
     ]
-    assert made.usage.prompt_tokens == 5
+    assert reply.usage.prompt_tokens == 5
 
 
 def test_the_stop_token_is_counted_but_not_shown(client):
-    made = client.completions.create(model="parrot", prompt="abz", logprobs=1, max_tokens=9)
-    (choice,) = made.choices
+    reply = client.completions.create(model="parrot", prompt="abz", logprobs=1, max_tokens=9)
+    (choice,) = reply.choices
     assert (choice.text, choice.finish_reason) == ("ab", "stop")
     assert choice.logprobs.tokens == ["a", "b"]
-    assert made.usage.completion_tokens == 3
+    assert reply.usage.completion_tokens == 3
 
 
 def test_stop_strings_end_the_text_before_them(client):
-    made = client.completions.create(
+    reply = client.completions.create(
         model="parrot", prompt="abcd", stop=["da", "dx"], max_tokens=20, logprobs=0
     )
-    (choice,) = made.choices
+    (choice,) = reply.choices
     assert (choice.text, choice.finish_reason) == ("abc", "stop")
     assert choice.logprobs.tokens == ["a", "b", "c"]
 
 
 def test_logprobs_of_completions(client):
-    made = client.completions.create(model="parrot", prompt="abc", max_tokens=3, logprobs=2)
-    told = made.choices[0].logprobs
-    assert told.tokens == ["a", "b", "c"]
-    assert told.token_logprobs == [-0.5] * 3
-    assert told.text_offset == [0, 1, 2]
-    assert told.top_logprobs[1] == {"b": -0.5, "0": -1.5}
+    reply = client.completions.create(model="parrot", prompt="abc", max_tokens=3, logprobs=2)
+    logprobs = reply.choices[0].logprobs
+    assert logprobs.tokens == ["a", "b", "c"]
+    assert logprobs.token_logprobs == [-0.5] * 3
+    assert logprobs.text_offset == [0, 1, 2]
+    assert logprobs.top_logprobs[1] == {"b": -0.5, "0": -1.5}
 
 
 def test_logprobs_of_chats(client):
-    made = client.chat.completions.create(
+    reply = client.chat.completions.create(
         model="parrot",
         messages=[{"role": "system", "content": "ab"}, {"role": "user", "content": "c"}],
         max_completion_tokens=2,
         logprobs=True,
         top_logprobs=3,
     )
-    (choice,) = made.choices
+    (choice,) = reply.choices
     assert (choice.message.role, choice.message.content) == ("assistant", "ab")
     first, second = choice.logprobs.content
     assert (first.token, first.bytes, first.logprob) == ("a", [97], -0.5)
@@ -247,13 +249,13 @@ def test_logprobs_of_chats(client):
 @pytest.mark.parametrize("stop", [None, "cab"])
 def test_a_stream_equals_the_complete_reply(client, stop):
     ask = {"model": "parrot", "prompt": "abc", "n": 2, "max_tokens": 7, "logprobs": 1, "stop": stop}
-    whole = client.completions.create(**ask)
+    complete = client.completions.create(**ask)
     pieces = list(
         client.completions.create(**ask, stream=True, stream_options={"include_usage": True})
     )
     assert len({piece.id for piece in pieces}) == 1
-    assert pieces[-1].usage == whole.usage
-    for choice in whole.choices:
+    assert pieces[-1].usage == complete.usage
+    for choice in complete.choices:
         mine = [c for piece in pieces for c in piece.choices if c.index == choice.index]
         assert "".join(c.text for c in mine) == choice.text
         assert [c.finish_reason for c in mine] == [None] * (len(mine) - 1) + [choice.finish_reason]
@@ -365,8 +367,8 @@ BAD_CHATS = [
     + [("/v1/chat/completions", CHAT | bad, *rest) for bad, *rest in BAD_CHATS],
 )
 def test_bad_requests_are_named(server, path, body, status, param, message):
-    found, reply = post(server, body, path)
-    assert found == status, reply
+    code, reply = post(server, body, path)
+    assert code == status, reply
     error = reply["error"]
     assert message in error["message"]
     assert param is None or error["param"] == param
@@ -388,8 +390,8 @@ def test_bad_requests_are_named(server, path, body, status, param, message):
     ],
 )
 def test_bad_bodies_are_named(server, body, kind, status, message):
-    found, reply = post(server, body, kind=kind)
-    assert found == status
+    code, reply = post(server, body, kind=kind)
+    assert code == status
     assert message in reply["error"]["message"]
     assert post(server, FINE)[0] == 200
 
@@ -491,13 +493,13 @@ def test_requests_are_logged_without_contents_unless_asked(client):
         finally:
             running.stop()
             assert running.wait(10)
-        asked = lines[:: 3 if contents else 1]
+        logged = lines[:: 3 if contents else 1]
         shapes = [
             r"POST /v1/completions  200  3 \+ 2 tokens  \d+ ms",
             r"POST /v1/chat/completions  200  3 \+ 2 tokens  \d+ ms",
             r"POST /v1/completions  401  \d+ ms",
         ]
-        for line, shape in zip(asked, shapes, strict=True):
+        for line, shape in zip(logged, shapes, strict=True):
             assert re.fullmatch(shape, line)
         assert "sesame" not in "\n".join(lines)
         if contents:
@@ -518,22 +520,22 @@ def test_half_a_header_after_a_whole_request_is_closed(monkeypatch):
     """In one piece or dribbled; and a client that asks again in time is served."""
     monkeypatch.setattr("jrl.serving.server.HEADER_SECONDS", 0.4)
     body = json.dumps(FINE).encode()
-    whole = HEAD + b"content-length: %d\r\n\r\n%s" % (len(body), body)
+    message = HEAD + b"content-length: %d\r\n\r\n%s" % (len(body), body)
     with serving() as (running, _):
         for pieces in (1, 100):
-            with send(running, whole) as kept:
-                for again in (whole, b""):
-                    reply = http.client.HTTPResponse(kept)
+            with send(running, message) as connection:
+                for again in (message, b""):
+                    reply = http.client.HTTPResponse(connection)
                     reply.begin()
                     assert (reply.status, bool(reply.read())) == (200, True)
-                    kept.sendall(again)
+                    connection.sendall(again)
                 begin, closed = time.monotonic(), b"?"
                 size = -(-len(HEAD) // pieces)
                 with contextlib.suppress(OSError):  # what is sent after the end is refused
                     for i in range(0, len(HEAD), size):
-                        kept.sendall(HEAD[i : i + size])
+                        connection.sendall(HEAD[i : i + size])
                         time.sleep(0.02 if pieces > 1 else 0)
-                    closed = kept.recv(100)
+                    closed = connection.recv(100)
                 assert closed in (b"", b"?")
                 assert time.monotonic() - begin < 3
         assert post(running, FINE)[0] == 200
@@ -648,11 +650,11 @@ class Together:
     """``run`` in the main thread, as it must be, while ``work`` happens beside it."""
 
     def __init__(self, work):
-        self.parrot, self.said = Parrot(), []
+        self.parrot, self.lines = Parrot(), []
         self.work, self.error = work, None
 
     def echo(self, line):
-        self.said.append(line)
+        self.lines.append(line)
         if line.startswith("serving"):
             host, port = line.split("/")[2].split(":")
             self.where = types.SimpleNamespace(host=host, port=int(port))
@@ -688,39 +690,39 @@ def ask_slowly(together, replies):
             connection.request("POST", "/v1/completions", body, headers)
             replies.append(connection.getresponse().read().decode().split("\n\n"))
 
-    whole = lambda: replies.append(post(together.where, ask))  # noqa: E731
-    asked = [threading.Thread(target=work) for work in (whole, stream)]
-    for one in asked:
+    complete = lambda: replies.append(post(together.where, ask))  # noqa: E731
+    threads = [threading.Thread(target=work) for work in (complete, stream)]
+    for one in threads:
         one.start()
     until(lambda: together.service.pending == 2)
-    return asked
+    return threads
 
 
-def whole_and_pieces(asked, replies):
+def whole_and_pieces(threads, replies):
     """The two replies, when they are there: status and JSON, and the lines of the stream."""
-    for one in asked:
+    for one in threads:
         one.join()
     return sorted(replies, key=lambda reply: isinstance(reply, list))
 
 
 def test_sigterm_lets_requests_finish():
-    replies, asked = [], []
+    replies, threads = [], []
 
     def work(together):
-        asked.extend(ask_slowly(together, replies))
+        threads.extend(ask_slowly(together, replies))
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.4)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((together.where.host, together.where.port))
         together.parrot.gate.set()
-        for one in asked:
+        for one in threads:
             one.join()
 
     before = signal.getsignal(signal.SIGTERM)
     together = Together(work)
     together(20.0)
-    assert together.said[-1] == "stopped"
-    (status, reply), pieces = whole_and_pieces(asked, replies)
+    assert together.lines[-1] == "stopped"
+    (status, reply), pieces = whole_and_pieces(threads, replies)
     assert (status, reply["choices"][0]["text"]) == (200, ",a")
     assert pieces[-2:] == ["data: [DONE]", ""]
     texts = [json.loads(p.removeprefix("data: "))["choices"][0]["text"] for p in pieces[:-2]]
@@ -729,16 +731,16 @@ def test_sigterm_lets_requests_finish():
 
 
 def test_requests_are_ended_after_the_grace_period():
-    began = time.monotonic()
-    replies, asked = [], []
+    start = time.monotonic()
+    replies, threads = [], []
 
     def work(together):
-        asked.extend(ask_slowly(together, replies))
+        threads.extend(ask_slowly(together, replies))
 
     together = Together(work)
     together(1.0)
-    assert time.monotonic() - began < 8
-    (status, reply), pieces = whole_and_pieces(asked, replies)
+    assert time.monotonic() - start < 8
+    (status, reply), pieces = whole_and_pieces(threads, replies)
     assert status == 503
     assert "stopping" in reply["error"]["message"]
     assert "stopping" in pieces[-3]
@@ -748,7 +750,7 @@ def test_requests_are_ended_after_the_grace_period():
 
 
 def test_an_engine_that_fails_ends_the_server_with_its_error():
-    told = []
+    statuses = []
 
     def work(together):
         together.parrot.failure = MemoryError("out of slots")
@@ -757,11 +759,11 @@ def test_an_engine_that_fails_ends_the_server_with_its_error():
                 status, reply = post(together.where, FINE)
                 assert status == 503
                 assert "out of slots" in reply["error"]["message"]
-                told.append(status)
+                statuses.append(status)
 
     with pytest.raises(RuntimeError, match="the engine failed: out of slots"):
         Together(work)(1.0)
-    assert told
+    assert statuses
 
 
 def test_an_address_in_use_is_named(server):
@@ -834,8 +836,8 @@ def policy():
 
 
 def complete(policy, **ask):
-    made = policy[0].completions.create(**{"model": "tiny", "prompt": "2+2=", "seed": 7} | ask)
-    return [choice.text for choice in made.choices]
+    reply = policy[0].completions.create(**{"model": "tiny", "prompt": "2+2=", "seed": 7} | ask)
+    return [choice.text for choice in reply.choices]
 
 
 def test_a_seed_decides_whatever_else_is_sampled(policy):
@@ -843,8 +845,8 @@ def test_a_seed_decides_whatever_else_is_sampled(policy):
     assert alone[0] != alone[1]
     assert complete(policy, seed=8, n=2) != alone
     assert complete(policy, seed=-7) != complete(policy, seed=7)
-    found, others = [], []
-    threads = [threading.Thread(target=lambda: found.append(complete(policy, n=2)))]
+    texts, others = [], []
+    threads = [threading.Thread(target=lambda: texts.append(complete(policy, n=2)))]
     for i in range(6):
         ask = {"prompt": "abc"[: 1 + i % 3], "seed": i, "temperature": i / 4, "max_tokens": 3 + i}
         threads.append(
@@ -854,7 +856,7 @@ def test_a_seed_decides_whatever_else_is_sampled(policy):
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [alone]
+    assert texts == [alone]
     assert len(others) == 6
     assert not policy[1]._handles
 
@@ -882,10 +884,10 @@ def test_greedy_completions_are_those_of_whole_forward_passes(policy):
 def test_alternatives_are_of_the_distribution_sampled_from(policy, stream):
     ask = {"model": "tiny", "messages": [{"role": "user", "content": "2+2="}], "max_tokens": 11}
     sampling_params = {"temperature": 0.8, "top_p": 0.9, "logit_bias": {"5": 1.5}, "seed": 3}
-    asked = policy[0].chat.completions.create(
+    reply = policy[0].chat.completions.create(
         **ask, **sampling_params, logprobs=True, top_logprobs=20, stream=stream
     )
-    choices = [c for piece in asked for c in piece.choices] if stream else asked.choices
+    choices = [c for piece in reply for c in piece.choices] if stream else reply.choices
     content = [t for c in choices if c.logprobs for t in c.logprobs.content]
     assert len(content) >= 5
     for token in content:
@@ -899,23 +901,25 @@ def test_alternatives_are_of_the_distribution_sampled_from(policy, stream):
 def test_greedy_logprobs_are_the_models_own(policy):
     """As OpenAI's are: of the logits as they are, bias and truncation aside."""
     ask = {"temperature": 0, "max_tokens": 9, "logit_bias": {"7": 4}, "extra_body": {"top_k": 3}}
-    made = policy[0].completions.create(model="tiny", prompt="2+2=", logprobs=5, **ask)
-    told = made.choices[0].logprobs
-    assert "the model's own" in made.logprobs_of
-    tokens = Talker().encode("2+2=" + made.choices[0].text)
+    reply = policy[0].completions.create(model="tiny", prompt="2+2=", logprobs=5, **ask)
+    logprobs = reply.choices[0].logprobs
+    assert "the model's own" in reply.logprobs_of
+    tokens = Talker().encode("2+2=" + reply.choices[0].text)
     place = jnp.arange(len(tokens), dtype=jnp.int32)[None]
     hidden = NETWORK.hidden(params(), jnp.asarray([tokens]), place, 0 * place + 1)[0]
-    whole = jax.nn.log_softmax(NETWORK.logits(params(), hidden)[0])
-    for i, (found, top) in enumerate(zip(told.token_logprobs, told.top_logprobs, strict=True)):
-        row = whole[3 + i]
-        assert found == pytest.approx(float(row[tokens[4 + i]]), abs=1e-5)
+    model_logprobs = jax.nn.log_softmax(NETWORK.logits(params(), hidden)[0])
+    for i, (logprob, top) in enumerate(
+        zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True)
+    ):
+        row = model_logprobs[3 + i]
+        assert logprob == pytest.approx(float(row[tokens[4 + i]]), abs=1e-5)
         likeliest = jnp.argsort(-row)[:5].tolist()
         assert list(top) == [Talker().decode([t], skip_special=False) for t in likeliest]
         assert list(top.values()) == [pytest.approx(float(row[t]), abs=1e-5) for t in likeliest]
-    assert len(told.tokens) > 3
-    assert min(told.token_logprobs) < -0.01
+    assert len(logprobs.tokens) > 3
+    assert min(logprobs.token_logprobs) < -0.01
     plain = policy[0].completions.create(model="tiny", prompt="2+2=", **ask)
-    assert plain.choices[0].text == made.choices[0].text
+    assert plain.choices[0].text == reply.choices[0].text
 
 
 def test_sampling_parameters_change_completions(policy):
@@ -954,11 +958,11 @@ def test_a_client_that_goes_away_frees_its_slots_in_the_engine(policy, monkeypat
 def test_an_engine_that_fails_fails_all_requests():
     with real() as (client, worker):
 
-        def broken():
+        def failing_step():
             raise ZeroDivisionError("a fault of the device")
 
-        worker._engine.step = broken
+        worker._engine.step = failing_step
         for status in (500, 503):
-            with pytest.raises(openai.InternalServerError, match="a fault of the device") as told:
+            with pytest.raises(openai.InternalServerError, match="a fault of the device") as caught:
                 client.completions.create(model="tiny", prompt="1")
-            assert told.value.status_code == status
+            assert caught.value.status_code == status

@@ -15,7 +15,7 @@ from jrl.models.tokenizer import CharTokenizer
 from jrl.zoo.jetstream import server as jetstream
 
 BODY = json.dumps(FINE).encode()
-WHOLE = HEAD + b"content-length: %d\r\n\r\n%s" % (len(BODY), BODY)
+MESSAGE = HEAD + b"content-length: %d\r\n\r\n%s" % (len(BODY), BODY)
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
 LINES = st.lists(
     st.sampled_from(
@@ -37,10 +37,10 @@ def server():
         yield running
 
 
-@hypothesis.given(edits.map(lambda changes: damaged(WHOLE, changes)) | LINES | st.binary())
+@hypothesis.given(edits.map(lambda changes: damaged(MESSAGE, changes)) | LINES | st.binary())
 @hypothesis.example(CHUNKED)
 @hypothesis.example(CHUNKED.replace(b"0\r\n\r\n", b"-1\r\n\r\n"))
-@hypothesis.example(WHOLE + WHOLE + HEAD)
+@hypothesis.example(MESSAGE + MESSAGE + HEAD)
 @hypothesis.example(HEAD + b"content-length: 1\r\ncontent-length: 2\r\n\r\n{}")
 @settings(150)
 def test_any_bytes_get_a_reply_or_the_connection_is_closed(server, data):
@@ -77,15 +77,15 @@ def test_any_request_to_jetstream_is_taken_or_refused(kind, text, ids, most):
     )
     sizes = {"prompt_tokens": 12, "new_tokens": 20, "vocab_size": 48}
     engine = types.SimpleNamespace(tokenizer=CharTokenizer(), **sizes)
-    taken = []
-    said = outcome(lambda: taken.append(jetstream._check(request, engine)))
-    if taken:
-        tokens, _ = taken[0]
+    requests = []
+    message = outcome(lambda: requests.append(jetstream._check(request, engine)))
+    if requests:
+        tokens, _ = requests[0]
         assert 0 < len(tokens) <= 12
         assert all(0 <= i < 48 for i in tokens)
         assert 1 <= most <= 20
     else:
-        assert "\n" not in said
+        assert "\n" not in message
 
 
 @hypothesis.given(st.dictionaries(st.sampled_from(sorted(FINE)), anything), st.booleans())

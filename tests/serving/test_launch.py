@@ -102,10 +102,10 @@ def test_a_checkpoint_directory_needs_no_data(checkpoint_dir):
 
 @pytest.mark.parametrize("engine", ["jrl", "jetstream"])
 def test_the_command_passes_its_options(engine, run_dir, checkpoint_dir, monkeypatch):
-    seen = []
+    calls = []
 
     def taker(name):
-        return lambda config, options, **more: seen.append((name, config, options, more))
+        return lambda config, options, **more: calls.append((name, config, options, more))
 
     stand_in = types.SimpleNamespace(
         serve_openai=taker("jrl"),
@@ -119,19 +119,19 @@ def test_the_command_passes_its_options(engine, run_dir, checkpoint_dir, monkeyp
     arguments = ["--engine", engine, "--slots", "3", "--queue", "5", "--grace", "2", "--port", "0"]
     arguments += ["--chunk", "6"]
     monkeypatch.setenv("JRL_API_KEY", "sesame")
-    named_ = ["--name", "it", "--api-key", "simsim", "--record", "kept", "--log-contents"]
-    for target, more in ((run_dir, ["--checkpoint", "5"]), (checkpoint_dir, named_)):
+    flags = ["--name", "it", "--api-key", "simsim", "--record", "kept", "--log-contents"]
+    for target, more in ((run_dir, ["--checkpoint", "5"]), (checkpoint_dir, flags)):
         result = CliRunner().invoke(app, ["serve", str(target), "seed=9", *arguments, *more])
         assert result.exit_code == 0, result.output
-    (name, config, options, first), (_, other, named, second) = seen
+    (name, config, options, first), (_, other, named_options, second) = calls
     assert (name, config.seed, config.run.dir) == (engine, 9, str(run_dir))
     assert (options.name, options.slots, options.queue, options.chunk) == ("old", 3, 5, 6)
     assert (options.grace_seconds, options.host, options.port) == (2.0, "127.0.0.1", 0)
     assert (first["checkpoint"], second["checkpoint"]) == (5, None)
-    assert (other.model.path, named.name) == (str(checkpoint_dir), "it")
-    assert (options.api_key, named.api_key) == ("sesame", "simsim")
-    assert (options.record, named.record) == (None, "kept")
-    assert (options.log, named.log) == ("nothing", "contents")
+    assert (other.model.path, named_options.name) == (str(checkpoint_dir), "it")
+    assert (options.api_key, named_options.api_key) == ("sesame", "simsim")
+    assert (options.record, named_options.record) == (None, "kept")
+    assert (options.log, named_options.log) == ("nothing", "contents")
 
 
 def test_an_unknown_engine_is_named():

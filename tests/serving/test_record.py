@@ -1,4 +1,4 @@
-"""What ``jrl serve --record`` writes, by OpenAI's client over a real engine, and what is read back.
+"""Recordings of ``jrl serve --record``, by OpenAI's client and a real engine, and reading them.
 
 The last test trains on it.
 """
@@ -81,23 +81,23 @@ class Trims(Exact):
     """A template that leaves the first letter of what the assistant said away."""
 
     def chat(self, messages, **variables):
-        cut = [
+        cut_messages = [
             {**m, "content": m["content"][1:]} if m["role"] == "assistant" else m for m in messages
         ]
-        return super().chat(cut)
+        return super().chat(cut_messages)
 
 
 class Recording(EngineWorker):
     """Keeps what the engine drew, as (prompt, completion)."""
 
     def __init__(self, engine, **more):
-        self.kept = []
+        self.completions = []
         super().__init__(engine, **more)
 
     def submit(self, request, on_update):
         def keep(member, update):
             if update.completion is not None:
-                self.kept.append((list(request.tokens), update.completion))
+                self.completions.append((list(request.tokens), update.completion))
             on_update(member, update)
 
         return super().submit(request, keep)
@@ -105,7 +105,7 @@ class Recording(EngineWorker):
 
 @cache
 def engine():
-    made = Engine(
+    started = Engine(
         NETWORK,
         params(),
         slots=3,
@@ -117,8 +117,8 @@ def engine():
         requests=RequestFeatures(biases=True),
         version=VERSION,
     )
-    made.compile(refresh=False)
-    return made
+    started.compile(refresh=False)
+    return started
 
 
 class Agent:
@@ -133,16 +133,16 @@ class Agent:
         headers = {} if session is None else {"X-Session-Id": session}
         ask = {"model": "tiny", "max_tokens": 4, "seed": 3, "extra_headers": headers} | more
         reply = self.client.chat.completions.create(messages=messages, **ask)
-        said = {"role": "assistant", "content": reply.choices[0].message.content}
-        return said, reply
+        message = {"role": "assistant", "content": reply.choices[0].message.content}
+        return message, reply
 
     def turns(self, words, session=None, **more):
         """Three turns by default: a user's question and what tools answer."""
         messages = []
         for i, word in enumerate(words):
             messages.append({"role": "tool" if i else "user", "content": word})
-            said, reply = self.say(messages, session, **more)
-            messages.append(said)
+            message, reply = self.say(messages, session, **more)
+            messages.append(message)
         return reply
 
     def reward(self, session, body, key=SECRET):
@@ -197,10 +197,10 @@ def test_three_turns_with_a_tool_are_on_disk_id_for_id(tmp_path):
         last = agent.turns(["2+2=", "4", "5"], "task-1")
         assert last.session_id == "task-1"
         assert agent.reward("task-1", {"reward": 0.5, "done": True})[0] == 200
-        kept = agent.worker.kept
-    written = completions(tmp_path)
-    assert len(kept) == len(written) == 3
-    for (prompt, completion), line in zip(kept, written, strict=True):
+        pairs = agent.worker.completions
+    on_disk = completions(tmp_path)
+    assert len(pairs) == len(on_disk) == 3
+    for (prompt, completion), line in zip(pairs, on_disk, strict=True):
         assert line["prompt"] == prompt
         assert line["drawn"] == completion.tokens.tolist()
         assert np.float32(line["logprobs"]).tolist() == completion.logprobs.tolist()
@@ -208,7 +208,7 @@ def test_three_turns_with_a_tool_are_on_disk_id_for_id(tmp_path):
         assert line["stop"] == completion.stop.name.lower()
         assert line["sampling"]["temperature"] == 1.0
         assert line["session"] == "task-1"
-    assert written[-1]["request"] == last.id
+    assert on_disk[-1]["request"] == last.id
     assert SECRET not in "".join(p.read_text() for p in tmp_path.iterdir())
     recorded = read_recorded(tmp_path)
     ((row,),) = recorded.groups
@@ -218,14 +218,14 @@ def test_three_turns_with_a_tool_are_on_disk_id_for_id(tmp_path):
     assert row.stop is StopReason.DONE
     assert [s.drawn for s in row.segments] == [True, False, True, False, True]
     assert [s.turn for s in row.segments] == [0, 0, 1, 1, 2]
-    whole = np.concatenate([row.opening, *(s.tokens for s in row.segments)]).tolist()
-    assert whole == kept[-1][0] + kept[-1][1].tokens.tolist()
+    ids = np.concatenate([row.opening, *(s.tokens for s in row.segments)]).tolist()
+    assert ids == pairs[-1][0] + pairs[-1][1].tokens.tolist()
     rows = to_rollout(recorded.groups, ROOM)
     rollout = rows.rollout.check()
     mask = rollout.mask[0, 0]
-    drawn = [c for _, c in kept]
-    assert rollout.tokens[0, 0][mask].tolist() == [t for c in drawn for t in c.tokens]
-    assert rollout.sampler_logprobs[0, 0][mask].tolist() == [x for c in drawn for x in c.logprobs]
+    sampled = [c for _, c in pairs]
+    assert rollout.tokens[0, 0][mask].tolist() == [t for c in sampled for t in c.tokens]
+    assert rollout.sampler_logprobs[0, 0][mask].tolist() == [x for c in sampled for x in c.logprobs]
     assert set(rollout.versions[0, 0][mask]) == {VERSION}
     assert set(rollout.versions[0, 0][~mask]) == {-1}
     length = rollout.lengths[0, 0]
@@ -246,14 +246,14 @@ def test_sessions_that_take_turns_are_told_apart(tmp_path):
             thread.join()
         for name, points in zip("abc", (1, 0, -2.5), strict=True):
             assert agent.reward(name, {"reward": points})[0] == 200
-        kept = agent.worker.kept
+        completions = agent.worker.completions
     recorded = read_recorded(tmp_path)
     (group,) = recorded.groups  # all open with the same words
     assert sorted(row.points for row in group) == [-2.5, 0.0, 1.0]
     assert [row.episode for row in group] == [row.member for row in group] == [0, 1, 2]
     for row in group:
-        whole = np.concatenate([row.opening, *(s.tokens for s in row.segments)]).tolist()
-        assert sum(whole == prompt + c.tokens.tolist() for prompt, c in kept) == 1
+        ids = np.concatenate([row.opening, *(s.tokens for s in row.segments)]).tolist()
+        assert sum(ids == prompt + c.tokens.tolist() for prompt, c in completions) == 1
         assert sum(s.drawn for s in row.segments) == 3
 
 
@@ -271,24 +271,24 @@ def test_without_a_name_a_request_continues_what_it_begins_with(tmp_path):
 def test_a_branch_is_two_episodes_that_share_a_past(tmp_path):
     with recording(tmp_path) as agent:
         start = [{"role": "user", "content": "1+"}]
-        said, _ = agent.say(start, "s")
+        answer, _ = agent.say(start, "s")
         ways = []
         for word, points in (("2", 0.25), ("3", 1)):
-            agent.say([*start, said, {"role": "tool", "content": word}], "s")
+            agent.say([*start, answer, {"role": "tool", "content": word}], "s")
             assert agent.reward("s", {"reward": points})[0] == 200
-            ways.append(agent.worker.kept[-1])
-        shared = agent.worker.kept[0][1].tokens.tolist()
+            ways.append(agent.worker.completions[-1])
+        shared = agent.worker.completions[0][1].tokens.tolist()
     recorded = read_recorded(tmp_path)
     (group,) = recorded.groups
     assert recorded.counts.episodes == 2
-    found = {row.points: row for row in group}
-    assert [s.drawn for s in found[1].segments] == [True, False, True]
-    assert [s.drawn for s in found[0.25].segments] == [False, False, True]
+    rows_by_points = {row.points: row for row in group}
+    assert [s.drawn for s in rows_by_points[1].segments] == [True, False, True]
+    assert [s.drawn for s in rows_by_points[0.25].segments] == [False, False, True]
     assert [r.segments[0].tokens.tolist() for r in group] == [shared, shared]
     for (prompt, completion), points in zip(ways, (0.25, 1), strict=True):
-        row = found[points]
-        whole = np.concatenate([row.opening, *(s.tokens for s in row.segments)]).tolist()
-        assert whole == prompt + completion.tokens.tolist()
+        row = rows_by_points[points]
+        ids = np.concatenate([row.opening, *(s.tokens for s in row.segments)]).tolist()
+        assert ids == prompt + completion.tokens.tolist()
 
 
 def test_choices_of_a_request_are_episodes_of_one_group(tmp_path):
@@ -297,11 +297,11 @@ def test_choices_of_a_request_are_episodes_of_one_group(tmp_path):
         ask = {"model": "tiny", "prompt": ["12", "34"], "stream": True, "max_tokens": 3}
         for piece in agent.client.completions.create(**ask):
             assert piece.session_id != "s"
-        kept = agent.worker.kept
+        completions = agent.worker.completions
     recorded = read_recorded(tmp_path)
     assert [len(group) for group in recorded.groups] == [3, 1, 1]
     assert {row.segments[0].tokens.tobytes() for g in recorded.groups for row in g} == {
-        completion.tokens.tobytes() for _, completion in kept
+        completion.tokens.tobytes() for _, completion in completions
     }
     assert recorded.counts.restarted == 0  # prompts of one request do not continue each other
 
@@ -310,14 +310,14 @@ def test_where_a_template_writes_other_ids_the_session_is_split(tmp_path):
     with recording(tmp_path, Trims()) as agent:
         agent.turns(["1+", "2", "3"], "s", logit_bias=LONG)
         assert agent.reward("s", {"reward": 1})[0] == 200
-        kept = agent.worker.kept
+        completions = agent.worker.completions
     recorded = read_recorded(tmp_path)
     counts = recorded.counts
     assert (counts.rerendered, counts.restarted, counts.episodes, counts.rows) == (2, 0, 1, 3)
     assert "2 times" in str(counts)
     (group,) = recorded.groups
     assert [row.episode for row in group] == [0, 0, 0]
-    for row, (prompt, completion) in zip(group, kept, strict=True):
+    for row, (prompt, completion) in zip(group, completions, strict=True):
         (segment,) = row.segments
         assert row.opening.tolist() == prompt
         assert segment.tokens.tolist() == completion.tokens.tolist()
@@ -443,8 +443,8 @@ def test_of_too_many_sessions_the_oldest_is_forgotten(tmp_path, monkeypatch):
 def test_other_distributions_are_context_where_one_is_asked_for(tmp_path):
     with recording(tmp_path) as agent:
         start = [{"role": "user", "content": "1+"}]
-        said, _ = agent.say(start, "s", temperature=0.5)
-        agent.say([*start, said, {"role": "tool", "content": "2"}], "s")
+        answer, _ = agent.say(start, "s", temperature=0.5)
+        agent.say([*start, answer, {"role": "tool", "content": "2"}], "s")
         agent.turns(["4+"], "b", logit_bias=LONG)
     everything = read_recorded(tmp_path)
     assert everything.drawn_from == {
@@ -506,4 +506,4 @@ def test_the_example_of_the_docs_runs(tmp_path, monkeypatch, capsys):
         names["client"].close()
     assert "1 completions in 1 sessions" in capsys.readouterr().out
     assert names["rows"].rewards.sum() == 1
-    assert names["rows"].rollout.mask.sum() == len(agent.worker.kept[0][1].tokens)
+    assert names["rows"].rollout.mask.sum() == len(agent.worker.completions[0][1].tokens)

@@ -13,10 +13,10 @@ pytestmark = pytest.mark.extra("serve")
 def test_nothing_grows(capsys):
     """Megabytes of growth are allowed to the allocator; a cache a completion took gigabytes."""
     serving.main(["--requests", "3000", "--every", "500"])
-    found = json.loads(capsys.readouterr().out)
-    assert not found["unexpected"]
-    assert found["statuses"]["200"] > 1000
-    assert found["statuses"]["400"] > 500
-    assert found["growth_mb"] < 40
-    assert max(found["threads"]) - min(found["threads"]) <= 2
-    assert max(found["files"]) - min(found["files"]) <= 2
+    summary = json.loads(capsys.readouterr().out)
+    assert not summary["unexpected"]
+    assert summary["statuses"]["200"] > 1000
+    assert summary["statuses"]["400"] > 500
+    assert summary["growth_mb"] < 40
+    assert max(summary["threads"]) - min(summary["threads"]) <= 2
+    assert max(summary["files"]) - min(summary["files"]) <= 2

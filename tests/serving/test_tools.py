@@ -51,17 +51,17 @@ class Talker(CharTokenizer):
         return [1 if c == "\x0b" else super(Talker, self).encode(c)[0] for c in text]
 
     def chat(self, messages, *, tools=None, **variables):
-        told = "".join(json.dumps(tool) + "\n" for tool in tools or ())
-        return told + "".join(self._message(m) for m in messages)
+        schemas = "".join(json.dumps(tool) + "\n" for tool in tools or ())
+        return schemas + "".join(self._message(m) for m in messages)
 
     def _message(self, message):
         calls = [
             HERMES.render(Call(c["function"]["name"], c["function"]["arguments"]))
             for c in message.get("tool_calls", ())
         ]
-        said = message["content"] + ("\n" if calls and message["content"] else "")
+        content = message["content"] + ("\n" if calls and message["content"] else "")
         end = "\x0b" if message["role"] == "assistant" else "\n"
-        return said + "\n".join(calls) + end
+        return content + "\n".join(calls) + end
 
 
 class Silent(Talker):
@@ -119,19 +119,19 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 DOUBLE = {"type": "function", "function": {"name": "double", "parameters": SCHEMA}}
 CALLS = HERMES.render(Call("double", {"a": 4})) + "\n" + HERMES.render(Call("double", {"a": 5}))
 ASK = [{"role": "user", "content": "Double 4 and 5."}]
-ASKED = {"model": "m", "tools": [DOUBLE], "messages": ASK}
+REQUEST = {"model": "m", "tools": [DOUBLE], "messages": ASK}
 
 
-def made(message):
+def names_and_arguments(message):
     return [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls or ()]
 
 
 def test_calls_come_back_as_calls_and_their_results_are_told():
     with serving("I do.\n" + CALLS, "8 and 10") as (client, engine):
-        first = client.chat.completions.create(**ASKED)
+        first = client.chat.completions.create(**REQUEST)
         (choice,) = first.choices
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I do.")
-        assert made(choice.message) == [("double", {"a": 4}), ("double", {"a": 5})]
+        assert names_and_arguments(choice.message) == [("double", {"a": 4}), ("double", {"a": 5})]
         ids = [call.id for call in choice.message.tool_calls]
         assert len(set(ids)) == 2
         assert all(len(each) == 9 and each.isalnum() for each in ids)
@@ -140,27 +140,27 @@ def test_calls_come_back_as_calls_and_their_results_are_told():
             for each, text in zip(ids, ("8", "10"), strict=True)
         ]
         messages = [*ASK, choice.message.model_dump(exclude_none=True), *results]
-        second = client.chat.completions.create(**ASKED | {"messages": messages})
+        second = client.chat.completions.create(**REQUEST | {"messages": messages})
         assert second.choices[0].message.content == "8 and 10"
         assert (second.choices[0].finish_reason, second.choices[0].message.tool_calls) == (
             "stop",
             None,
         )
-        told, continued = engine.prompts
-    assert json.dumps(SCHEMA)[1:-1] in told
+        opening, continued = engine.prompts
+    assert json.dumps(SCHEMA)[1:-1] in opening
     # What was drawn stands in the next prompt as it was drawn.
-    assert continued == told + "I do.\n" + CALLS + "8\n10\n"
+    assert continued == opening + "I do.\n" + CALLS + "8\n10\n"
 
 
 def test_a_stream_gives_the_calls_at_its_end():
     with serving("Now.\n" + CALLS, "plain") as (client, _):
-        pieces = list(client.chat.completions.create(stream=True, **ASKED))
-        said = "".join(p.choices[0].delta.content or "" for p in pieces)
+        pieces = list(client.chat.completions.create(stream=True, **REQUEST))
+        text = "".join(p.choices[0].delta.content or "" for p in pieces)
         calls = [c for p in pieces for c in p.choices[0].delta.tool_calls or ()]
-        assert said == "Now."
+        assert text == "Now."
         assert [(c.index, c.function.name) for c in calls] == [(0, "double"), (1, "double")]
         assert pieces[-1].choices[0].finish_reason == "tool_calls"
-        pieces = list(client.chat.completions.create(stream=True, **ASKED))
+        pieces = list(client.chat.completions.create(stream=True, **REQUEST))
         assert "".join(p.choices[0].delta.content or "" for p in pieces) == "plain"
         assert pieces[-1].choices[0].finish_reason == "stop"
 
@@ -171,7 +171,7 @@ def test_a_stream_gives_the_calls_at_its_end():
 )
 def test_what_is_no_call_is_text(text, more):
     with serving(text) as (client, _):
-        (choice,) = client.chat.completions.create(**ASKED | more).choices
+        (choice,) = client.chat.completions.create(**REQUEST | more).choices
     assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
     assert choice.message.content == text
 
@@ -180,19 +180,19 @@ def test_a_session_of_calls_is_trained_on_id_for_id(tmp_path):
     recorder = Recorder(tmp_path)
     recorder.begin({"model": "m", "version": 0})
     with contextlib.closing(recorder), serving(CALLS, "18", recorder=recorder) as (client, _):
-        named = {"extra_headers": {"X-Session-Id": "task"}}
-        message = client.chat.completions.create(**ASKED, **named).choices[0].message
+        session = {"extra_headers": {"X-Session-Id": "task"}}
+        message = client.chat.completions.create(**REQUEST, **session).choices[0].message
         results = [
             {"role": "tool", "tool_call_id": call.id, "content": "9"} for call in message.tool_calls
         ]
         messages = [*ASK, message.model_dump(exclude_none=True), *results]
-        client.chat.completions.create(**ASKED | {"messages": messages}, **named)
+        client.chat.completions.create(**REQUEST | {"messages": messages}, **session)
     recorded = read_recorded(tmp_path)
     ((row,),) = recorded.groups
     assert (recorded.counts.rerendered, recorded.counts.rows) == (0, 1)
     assert [s.drawn for s in row.segments] == [True, False, True]
-    drawn = [Talker().decode(s.tokens) for s in row.segments]
-    assert drawn == [CALLS, "9\n9\n", "18"]
+    texts = [Talker().decode(s.tokens) for s in row.segments]
+    assert texts == [CALLS, "9\n9\n", "18"]
 
 
 HALVE = {"type": "function", "function": {"name": "halve", "parameters": SCHEMA}}
@@ -205,25 +205,25 @@ def allowed(mode, *tools):
 def test_of_allowed_tools_alone_the_model_is_told():
     """A call of another one never reaches the client, who would run it."""
     other = HERMES.render(Call("halve", {"a": 4}))
-    asked = ASKED | {"tools": [DOUBLE, HALVE], "tool_choice": allowed("auto", DOUBLE)}
+    body = REQUEST | {"tools": [DOUBLE, HALVE], "tool_choice": allowed("auto", DOUBLE)}
     with serving(CALLS, other, other) as (client, engine):
-        (choice,) = client.chat.completions.create(**asked).choices
-        assert [name for name, _ in made(choice.message)] == ["double", "double"]
-        (choice,) = client.chat.completions.create(**asked).choices
+        (choice,) = client.chat.completions.create(**body).choices
+        assert [name for name, _ in names_and_arguments(choice.message)] == ["double", "double"]
+        (choice,) = client.chat.completions.create(**body).choices
         assert (choice.finish_reason, choice.message.content) == ("stop", other)
-        both = asked | {"tool_choice": allowed("auto", HALVE, DOUBLE)}
+        both = body | {"tool_choice": allowed("auto", HALVE, DOUBLE)}
         (choice,) = client.chat.completions.create(**both).choices
-        assert made(choice.message) == [("halve", {"a": 4})]
+        assert names_and_arguments(choice.message) == [("halve", {"a": 4})]
     assert ["halve" in prompt for prompt in engine.prompts] == [False, False, True]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_call_where_the_client_takes_no_second(stream):
     with serving(CALLS) as (client, _):
-        asked = {"parallel_tool_calls": False, "stream": stream}
-        reply = client.chat.completions.create(**ASKED, **asked)
+        options = {"parallel_tool_calls": False, "stream": stream}
+        reply = client.chat.completions.create(**REQUEST, **options)
         message = list(reply)[-1].choices[0].delta if stream else reply.choices[0].message
-    assert made(message) == [("double", {"a": 4})]
+    assert names_and_arguments(message) == [("double", {"a": 4})]
 
 
 EFFORT = (
@@ -235,29 +235,29 @@ EFFORT = (
 def test_effort_is_a_variable_of_templates_that_read_it(chat_tokenizer):  # noqa: F811
     """As in vLLM and SGLang; others are as without it."""
 
-    def told(template, **more):
+    def prompt_of(template, **more):
         tokenizer = chat_tokenizer(template)
         ask = {"model": "m", "messages": [{"role": "user", "content": "x"}], **more}
         parsed = parse(ask, chat=True, tokenizer=tokenizer, limits=WIDE, model="m")
         return tokenizer.decode(parsed.requests[0].tokens, skip_special=False)
 
-    assert told(EFFORT) == "Reasoning: mediumx"
-    assert told(EFFORT, reasoning_effort="high") == "Reasoning: highx"
+    assert prompt_of(EFFORT) == "Reasoning: mediumx"
+    assert prompt_of(EFFORT, reasoning_effort="high") == "Reasoning: highx"
     both = {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "low"}}
-    assert told(EFFORT, **both) == "Reasoning: lowx"
-    assert told("qwen", reasoning_effort="high") == told("qwen")
+    assert prompt_of(EFFORT, **both) == "Reasoning: lowx"
+    assert prompt_of("qwen", reasoning_effort="high") == prompt_of("qwen")
     with pytest.raises(ApiError, match="reasoning_effort = 'hihg'; choose from none, minimal, low"):
-        told(EFFORT, reasoning_effort="hihg")
+        prompt_of(EFFORT, reasoning_effort="hihg")
     with pytest.raises(ApiError, match="must be a string"):
-        told(EFFORT, reasoning_effort=3)
+        prompt_of(EFFORT, reasoning_effort=3)
     with pytest.raises(ApiError, match=r"chat_template_kwargs\.reasoning_effort differ; give one"):
-        told(EFFORT, **both | {"reasoning_effort": "high"})
+        prompt_of(EFFORT, **both | {"reasoning_effort": "high"})
 
 
 def test_a_developer_is_the_system_where_the_template_knows_none(chat_tokenizer):  # noqa: F811
     template = "{% for m in messages %}{{ m.role + ':' + m.content + ' ' }}{% endfor %}"
-    named = template + "{# developer #}"
-    for source, role in ((template, "system"), (named, "developer")):
+    with_developer = template + "{# developer #}"
+    for source, role in ((template, "system"), (with_developer, "developer")):
         tokenizer = chat_tokenizer(source)
         ask = {"model": "m", "messages": [{"role": "developer", "content": "be brief"}, *ASK]}
         parsed = parse(ask, chat=True, tokenizer=tokenizer, limits=WIDE, model="m")
@@ -313,22 +313,22 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("more", "said"), BAD)
-def test_bad_requests_are_named(more, said):
+@pytest.mark.parametrize(("more", "message"), BAD)
+def test_bad_requests_are_named(more, message):
     with serving() as (client, _), pytest.raises(openai.BadRequestError) as error:
-        client.chat.completions.create(**ASKED | more)
-    assert said in error.value.message
+        client.chat.completions.create(**REQUEST | more)
+    assert message in error.value.message
 
 
 def test_what_the_server_cannot_tell_or_read_is_named():
     with serving(parser=None) as (client, _), pytest.raises(openai.BadRequestError) as error:
-        client.chat.completions.create(**ASKED)
+        client.chat.completions.create(**REQUEST)
     assert "start the server with --tool-parser, one of hermes," in error.value.message
     with (
         serving(tokenizer=Silent()) as (client, _),
         pytest.raises(openai.BadRequestError) as error,
     ):
-        client.chat.completions.create(**ASKED)
+        client.chat.completions.create(**REQUEST)
     assert "chat template does not write the tool 'double'" in error.value.message
     with pytest.raises(UserError, match="parser = 'none'"):
         tool_parser("none", Talker())
@@ -360,8 +360,8 @@ def test_what_gpt_oss_thinks_is_no_content(stream):
     with serving(call, FINAL, FINAL, THOUGHT, parser=HARMONY) as (client, _):
 
         def ask(**more):
-            asked = {"model": "m", "messages": ASK, "stream": stream, **more}
-            reply = client.chat.completions.create(**asked)
+            body = {"model": "m", "messages": ASK, "stream": stream, **more}
+            reply = client.chat.completions.create(**body)
             if not stream:
                 ((choice,), message) = reply.choices, reply.choices[0].message
                 return choice.finish_reason, message.content, message.reasoning_content, message
@@ -371,7 +371,7 @@ def test_what_gpt_oss_thinks_is_no_content(stream):
 
         finish, content, thought, message = ask(tools=[DOUBLE])
         assert (finish, content, thought) == ("tool_calls", "I double.", "Twice 4.")
-        assert made(message) == [("double", {"a": 4})]
+        assert names_and_arguments(message) == [("double", {"a": 4})]
         assert ask(tools=[DOUBLE])[:3] == ("stop", "It is 8, so <b>8</b>.", "Twice 4.")
         assert ask(stop=["so"])[:3] == ("stop", "It is 8, ", "Twice 4.")
         finish, content, thought, _ = ask()

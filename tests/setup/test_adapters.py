@@ -141,18 +141,18 @@ def test_a_checkpoint_of_adapters_resumes_bit_for_bit(int8, tmp_path):
     with Checkpoints(tmp_path, 1) as store:
         store.save(1, without_base(one))
         store.wait()
-        kept, _ = store.restore(without_base(state))
+        stored, _ = store.restore(without_base(state))
     names = json.loads(next(tmp_path.glob("*/meta/metadata")).read_text())["leaves"]
     assert not [name for name in names if "base" in name]
-    again, _ = step(with_base(kept, state.frozen["base"]), batch, SAMPLING)
+    again, _ = step(with_base(stored, state.frozen["base"]), batch, SAMPLING)
     assert_equal(again, two)
     assert base_checksum(state.frozen["base"]) == base_checksum(two.frozen["base"])
     other = parts["network"].init(jax.random.key(1))
     config = load_config(None, ["model.path=DIR"])
     other_base = parts["network"].extras.split.split(other)[1]
-    known = base_checksum(state.frozen["base"])
+    checksum = base_checksum(state.frozen["base"])
     with pytest.raises(UserError, match=r"model.path = 'DIR' holds other weights"):
-        check_base(config, other_base, known)
+        check_base(config, other_base, checksum)
 
 
 def test_on_eight_devices_it_is_the_same(int8, quick_jit):
@@ -281,9 +281,9 @@ def test_a_run_of_adapters_resumes_bit_for_bit_and_is_exported(tmp_path, monkeyp
     }
     assert sizes["base"] > 0
 
-    found = evaluate_run(config)
+    summary_again = evaluate_run(config)
     summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
-    assert found["accuracy"] == summary["accuracy_after"]
+    assert summary_again["accuracy"] == summary["accuracy_after"]
     served = served_policy(config, checkpoint=None)
     _, policy, step = load_policy(build.setup(config, trains=False), None)
     assert step == 4
@@ -344,7 +344,7 @@ def test_the_reference_of_a_run_is_the_policy_that_it_starts_from(loaded, make_b
         want = frozenset({name})
         return score(policies, batch, SAMPLING, network=network, value=None, want=want)[name]
 
-    ref, bare, began = (
+    ref, bare, at_start = (
         quick_jit(functools.partial(scored, name=name))(policies)
         for policies, name in (
             (policies_of(state.params, state.frozen, network), "ref_logprobs"),
@@ -352,7 +352,7 @@ def test_the_reference_of_a_run_is_the_policy_that_it_starts_from(loaded, make_b
             ({"policy": start if loaded else base}, "logprobs"),
         )
     )
-    np.testing.assert_array_equal(ref, began)
+    np.testing.assert_array_equal(ref, at_start)
     assert (np.abs(ref - bare).max() > 1e-3) == loaded
     step = quick_jit(make_step(**parts))
     one, first = step(state, batch, SAMPLING)

@@ -50,17 +50,17 @@ def test_every_program_of_a_run_is_compiled_with_them(monkeypatch):
         *("mesh.fsdp=2", "sampling.mesh.tensor=2", "mesh.data=4", "sampling.mesh.data=4"),
     ]
     run = build.setup(load_config(None, changes))
-    own = programs.train_sampler(run)
+    sampler_run = programs.train_sampler(run)
     reshard = lower.lower_resharding(run)
-    made = reshard.out_info
-    said = []
+    weights = reshard.out_info
+    mentions = []
     for start in (programs.new_state, programs.new_policy):
         with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
             start(run)
-    for lowered in (reshard, lower.lower_sampler(run, made), lower.lower_step(run)):
+    for lowered in (reshard, lower.lower_sampler(run, weights), lower.lower_step(run)):
         try:
             lowered.compile()
         except jax.errors.JaxRuntimeError as error:
-            said.append("xla_no_such_option" in str(error))
-    assert own.mesh.shape["tensor"] == 2
-    assert said == [True] * 3
+            mentions.append("xla_no_such_option" in str(error))
+    assert sampler_run.mesh.shape["tensor"] == 2
+    assert mentions == [True] * 3

@@ -36,7 +36,7 @@ def network(make_bag):
     return make_bag(19, 8, 64)
 
 
-def found_names(network, monkeypatch):
+def feature_names(network, monkeypatch):
     """Every feature that is looked for, whether a run has it or not."""
     monkeypatch.setattr(features, "_present", lambda items: {name: name for name in items})
     env = HostEnv(init=None, step=None, limits=Limits(turns=1))
@@ -47,7 +47,7 @@ def found_names(network, monkeypatch):
 
 
 def test_every_name_in_the_table_is_looked_for(network, monkeypatch):
-    names = found_names(network, monkeypatch)
+    names = feature_names(network, monkeypatch)
     used = {row.name for row in TABLE}.union(*(row.needs | row.forbids for row in TABLE))
     assert used <= names
     assert set(WITHOUT) <= names
@@ -114,9 +114,9 @@ def test_the_probability_of_an_answer_needs_answers_and_whole_rows(network):
 
 def test_data_that_give_completions_play_no_plan():
     plan = get_method("dars").plan
-    played = [kind_of(load_config(None, [*line])).played(plan) for line in EACH_KIND]
-    assert [each == plan for each in played] == [True] * 4 + [False] * 4
-    assert all(each == Plan() for each in played[4:])
+    plans = [kind_of(load_config(None, [*line])).played(plan) for line in EACH_KIND]
+    assert [each == plan for each in plans] == [True] * 4 + [False] * 4
+    assert all(each == Plan() for each in plans[4:])
 
 
 def test_the_needs_of_methods_are_known():
@@ -134,7 +134,7 @@ def test_rewards_that_pay_nothing_and_a_value_network_for_nobody_are_said(networ
     weights = "rewards={verify={weight=0}, partial={weight=0}}"
     features._warn_unpaid.cache_clear()
 
-    def found(*more):
+    def warnings_of(*more):
         config = load_config(None, [*task, *more])
         method = get_method(config.method)
         run_features = features_of(
@@ -142,13 +142,13 @@ def test_rewards_that_pay_nothing_and_a_value_network_for_nobody_are_said(networ
         )
         check_features(run_features)
 
-    found("rewards={verify={weight=0}, partial={weight=1}}")
+    warnings_of("rewards={verify={weight=0}, partial={weight=1}}")
     assert not caplog.text
-    found(weights)
+    warnings_of(weights)
     assert "warning: rewards.verify.weight and rewards.partial.weight = 0" in caplog.text
-    found("value.kind=network", "method=ppo")
+    warnings_of("value.kind=network", "method=ppo")
     with pytest.raises(UserError, match="value.kind = 'network' needs a method with a value net"):
-        found("value.kind=network")
+        warnings_of("value.kind=network")
     contrast = ("data.pairs=x.jsonl", "method=simcse_reward")
     check_features(of_config(network, *contrast))
     with pytest.raises(UserError, match="does not go with value.kind = 'network': .* to 'head'"):

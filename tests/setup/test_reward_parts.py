@@ -73,7 +73,7 @@ def test_who_gives_a_part(place):
 
 def test_own_points_stand_beside_the_task_s(place):
     """The function that compares texts gives the points of the checker on the device."""
-    said = []
+    lines = []
 
     def compares(body, number):
         completion, _, answer = body["messages"][-1]["content"].partition("|")
@@ -86,7 +86,7 @@ def test_own_points_stand_beside_the_task_s(place):
             "judged": f"{{{judge}, url='{url}', weight=0}}",
         }
         config = load_config(None, [*RUN, rewards(place, "right", "length", **parts), run(place)])
-        train(config, echo=said.append)
+        train(config, echo=lines.append)
     records = read_jsonl(place / "run" / "metrics.jsonl")[1:]
     right, length = (f"reward/{place / 'mine.py'}:{name}" for name in ("right", "length"))
     for record in records:
@@ -99,7 +99,7 @@ def test_own_points_stand_beside_the_task_s(place):
     for sample in samples:
         assert sample["rewards"][right[7:]] == sample["rewards"]["verify"]
         assert sample["rewards"][length[7:]] == len(sample["completion"])
-    assert any("reward = 0.5 * right + 0.5 * length + 2 * partial + verify" in x for x in said)
+    assert any("reward = 0.5 * right + 0.5 * length + 2 * partial + verify" in x for x in lines)
 
 
 def run(place):
@@ -134,15 +134,15 @@ def test_parts_of_parts_in_one_program_are_those_of_the_host(place):
     tables = rewards(
         place, partial="{}", verify="{}", both="{combine='gate', of=['verify', 'partial']}"
     )
-    kept = []
+    curves = []
     for mode in ("host", "compiled"):
         where = f"run.dir={place / mode}"
         config = load_config(
             None, [*RUN, tables, where, f"train.mode={mode}", "log.samples_every=0"]
         )
         train(config, echo=lambda line: None)
-        kept.append(read_jsonl(place / mode / "metrics.jsonl")[1:])
-    for mine, theirs in zip(*kept, strict=True):
+        curves.append(read_jsonl(place / mode / "metrics.jsonl")[1:])
+    for mine, theirs in zip(*curves, strict=True):
         for name in ("reward", "reward/both", "reward/partial", "loss"):
             assert mine[name] == pytest.approx(theirs[name], abs=1e-6)
         assert mine["reward"] == mine["reward/both"] <= mine["reward/partial"]
@@ -162,9 +162,9 @@ def test_what_cannot_be_is_said(place):
     with pytest.raises(UserError, match=r"rewards = 'verfy'; did you mean 'verify'.*FILE.py"):
         build.setup(load_config(None, [*RUN, "rewards={verfy={}}"]))
     (place / "mine.py").write_text("def level(completions, level):\n    return [0.0]\n")
-    asked = load_config(None, [*RUN, rewards(place, "level"), run(place)])
+    config = load_config(None, [*RUN, rewards(place, "level"), run(place)])
     with pytest.raises(UserError, match="takes level, and the data has no such column"):
-        train(asked, echo=lambda line: None)
+        train(config, echo=lambda line: None)
     assert not (place / "run").exists()
 
 
@@ -173,8 +173,8 @@ def test_a_broken_number_of_the_data_does_not_pass_for_silence():
     stop = np.full((1, 3), StopReason.STOP_TOKEN, np.int32)
     rollout = SimpleNamespace(stop=stop, baseline=np.zeros((1, 3), bool))
     paid = np.array([[[1.0], [np.nan], [3.0]]], np.float32)
-    drawn = Groups(rollout, paid, [], {}, {})
-    source = SimpleNamespace(draw=lambda request: drawn)
+    sampled = Groups(rollout, paid, [], {}, {})
+    source = SimpleNamespace(draw=lambda request: sampled)
 
     def stage(groups, points, step):
         return groups, {"judged": np.array([[0.5, 0.5, np.nan]], np.float32)}

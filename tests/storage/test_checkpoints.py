@@ -299,14 +299,14 @@ def test_one_flipped_bit_anywhere_is_seen_or_harmless(tmp_path, recwarn):
     outcomes = {10: 0, 20: 0}
     for i in range(60):
         file = arrays[i // 2 % len(arrays)] if i % 2 else files[i // 2 % len(files)]
-        whole = file.read_bytes()
-        flip(file, int(rng.integers(8 * len(whole))))
+        content = file.read_bytes()
+        flip(file, int(rng.integers(8 * len(content))))
         got, _ = Checkpoints(tmp_path, 2).restore(make_state())
         newest = make_state(seed=20).params["policy"]["w"]
         step = 20 if bits(got.params["policy"]["w"]) == bits(newest) else 10
         assert_same(got, make_state(seed=step))
         outcomes[step] += 1
-        file.write_bytes(whole)
+        file.write_bytes(content)
     assert outcomes[10] >= 5
     assert outcomes[20] >= 5  # small files have copies, and files of arrays hold old parts too
     assert len([w for w in recwarn if "was skipped" in str(w.message)]) == outcomes[10]
@@ -317,18 +317,20 @@ def test_flipped_numbers_are_named_with_their_array(tmp_path):
     state = {"params": {"w": np.random.default_rng(0).random(5000)}, "step": np.int32(3)}
     save(tmp_path, 1, 2, state=state)
     data = max(data_files(tmp_path / "00000002"), key=lambda p: p.stat().st_size)
-    whole = data.read_bytes()
-    named = 0
+    content = data.read_bytes()
+    mismatches = 0
     for place in np.linspace(0.05, 0.95, 10):
-        flip(data, int(place * 8 * len(whole)))
+        flip(data, int(place * 8 * len(content)))
         with pytest.warns(UserWarning, match="step 2 .* is damaged and was skipped") as caught:
             got, _ = Checkpoints(tmp_path, 2).restore(state)
         assert bits(got["params"]["w"]) == bits(state["params"]["w"])
-        named += "params.w has another checksum than when it was saved" in str(caught[0].message)
+        mismatches += "params.w has another checksum than when it was saved" in str(
+            caught[0].message
+        )
         with pytest.raises(UserError, match="checkpoint step 2 in .* is damaged"):
             Checkpoints(tmp_path, 2).restore(state, step=2)
-        data.write_bytes(whole)
-    assert named >= 1
+        data.write_bytes(content)
+    assert mismatches >= 1
 
 
 def test_damage_in_the_values_of_the_host_is_seen_without_the_copies(tmp_path):

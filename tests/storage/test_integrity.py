@@ -81,9 +81,9 @@ def test_arrays_are_summed_where_they_lie():
         jnp.arange(64.0).reshape(8, 8),
         jax.NamedSharding(make_mesh({"fsdp": 8}), jax.P("fsdp")),
     )
-    found = checksums({"b": sharded, "a": np.arange(64.0, dtype=np.float32), "n": 3})
-    assert list(found) == ["b", "a", "n"]
-    assert found["a"] == found["b"] == int(checksum([sharded])[0])
+    sums = checksums({"b": sharded, "a": np.arange(64.0, dtype=np.float32), "n": 3})
+    assert list(sums) == ["b", "a", "n"]
+    assert sums["a"] == sums["b"] == int(checksum([sharded])[0])
 
 
 def test_the_first_leaf_that_is_not_finite_is_named():

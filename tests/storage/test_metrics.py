@@ -158,11 +158,11 @@ def test_an_edit_of_config_toml_is_seen_and_a_damaged_header_is_not_one(tmp_path
     path, log = tmp_path / "config.toml", tmp_path / "metrics.jsonl"
     before, header = path.read_text(), json.loads(log.read_text())
     rate = header["config"]["optimizer"]["learning_rate"]
-    edited = re.sub(r"learning_rate = .*", "learning_rate = 0.01", before, count=1)
-    assert edited != before
-    path.write_text(edited)
-    said = f"learning_rate = {rate!r} in the header of metrics.jsonl, 0.01 there; restore it, or"
-    with pytest.raises(UserError, match=re.escape(said)):
+    edited_text = re.sub(r"learning_rate = .*", "learning_rate = 0.01", before, count=1)
+    assert edited_text != before
+    path.write_text(edited_text)
+    message = f"learning_rate = {rate!r} in the header of metrics.jsonl, 0.01 there; restore it, or"
+    with pytest.raises(UserError, match=re.escape(message)):
         check_run_dir(load_config(path))
     path.write_text(re.sub(r"every = .*", "every = 7", before))  # what may differ
     assert check_run_dir(load_config(path))
@@ -180,13 +180,13 @@ def test_lines_that_a_full_disk_does_not_take_are_kept_and_written_later(tmp_pat
     record = writer.write(2, {"loss": 2.0})
     assert record == {"step": 2, "loss": 2.0}
     assert writer.fault() == ""  # not for long enough
-    said = f"{tmp_path / 'metrics.jsonl'} cannot be written (No space left on device)"
-    assert writer.fault(0) == said
+    message = f"{tmp_path / 'metrics.jsonl'} cannot be written (No space left on device)"
+    assert writer.fault(0) == message
     with pytest.raises(StorageError, match="No space left"):
         writer.retry()
-    kept = writer.unwritten
-    assert list(kept) == ["metrics.jsonl"]
-    assert [json.loads(line)["step"] for line in kept["metrics.jsonl"].splitlines()] == [1, 2]
+    unwritten = writer.unwritten
+    assert list(unwritten) == ["metrics.jsonl"]
+    assert [json.loads(line)["step"] for line in unwritten["metrics.jsonl"].splitlines()] == [1, 2]
 
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "lo')  # what fitted of another line
@@ -199,7 +199,7 @@ def test_lines_that_a_full_disk_does_not_take_are_kept_and_written_later(tmp_pat
     again = RunWriter(config_in(tmp_path))
     again.truncate_after(1)
     assert [r["step"] for r in read_jsonl(tmp_path / "metrics.jsonl")[1:]] == [1]
-    again.truncate_after(2, kept)  # of a checkpoint: only what is not there is added
+    again.truncate_after(2, unwritten)  # of a checkpoint: only what is not there is added
     assert [r["step"] for r in read_jsonl(tmp_path / "metrics.jsonl")[1:]] == [1, 2]
 
 

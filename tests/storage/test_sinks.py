@@ -29,8 +29,8 @@ def test_a_package_that_is_not_installed_is_named_with_the_remedy(
 ):
     monkeypatch.setitem(sys.modules, package, None)
     extra = override.removeprefix("log.to=").partition(":")[0]
-    said = rf"needs the package {package} .*-m pip install -e .*\[{extra}\]"
-    with pytest.raises(UserError, match=said):
+    message = rf"needs the package {package} .*-m pip install -e .*\[{extra}\]"
+    with pytest.raises(UserError, match=message):
         RunWriter(config_in(tmp_path, override))
 
 

@@ -1,4 +1,4 @@
-"""What the extras of accelerators install: plugins that compile the policy without the chip."""
+"""Packages of the accelerators' extras: plugins that compile the policy without the chip."""
 
 import os
 import subprocess

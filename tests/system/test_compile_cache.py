@@ -26,10 +26,12 @@ print(json.dumps([directory and str(directory), counter.count, counter.cached]))
 
 
 def run(tmp_path, **environment):
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_COMP", "JRL_", "XDG_"))}
+    environment_kept = {
+        k: v for k, v in os.environ.items() if not k.startswith(("JAX_COMP", "JRL_", "XDG_"))
+    }
     result = subprocess.run(
         [sys.executable, "-c", ONE_PROGRAM],
-        env={**kept, "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", **environment},
+        env={**environment_kept, "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", **environment},
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

@@ -21,7 +21,7 @@ def patience(monkeypatch):
 
 
 def events(notes, name, seconds, traced=None):
-    """What JAX reports while a program is compiled for ``seconds``."""
+    """Events of JAX while a program is compiled for ``seconds``."""
     if traced is not None:
         notes._on_duration("/jax/core/compile/jaxpr_trace_duration", traced, fun_name=name)
     notes._on_duration("/jax/core/compile/jaxpr_to_mlir_module_duration", 0.1, fun_name=name)
@@ -30,22 +30,22 @@ def events(notes, name, seconds, traced=None):
 
 
 def test_long_compilations_are_said_and_short_ones_are_not(patience):
-    said = []
-    with CompileNotes(said.append) as notes:
+    lines = []
+    with CompileNotes(lines.append) as notes:
         events(notes, "step", 0.3)
         events(notes, "generate", 0.0)
         events(notes, "somebody_s_own", 0.1)
         time.sleep(0.1)
-    assert said == ["compiling the training step ...", "compiled the training step in 0 s"]
+    assert lines == ["compiling the training step ...", "compiled the training step in 0 s"]
 
 
 def test_the_time_is_estimated_from_tracing_and_lowering(patience):
-    said = []
-    with CompileNotes(said.append) as notes:
+    lines = []
+    with CompileNotes(lines.append) as notes:
         events(notes, "jit(iterate)", 0.1, traced=1.7)
         events(notes, "jit(step)", 0.1, traced=0.01)
         events(notes, "jit(step)", 0.1)  # traced before: nothing to estimate it from
-    assert [line for line in said if line.startswith("compiling")] == [
+    assert [line for line in lines if line.startswith("compiling")] == [
         "compiling one program for all steps (about 20 s)",
         "compiling the training step (about 5 s)",
         "compiling the training step ...",
@@ -53,12 +53,12 @@ def test_the_time_is_estimated_from_tracing_and_lowering(patience):
 
 
 def test_what_compiles_sooner_is_named_where_it_takes_long(patience):
-    said = []
-    with CompileNotes(said.append, sooner={"generate": "fewer tokens compile sooner"}) as notes:
+    lines = []
+    with CompileNotes(lines.append, sooner={"generate": "fewer tokens compile sooner"}) as notes:
         events(notes, "generate", 0.1, traced=8.0)
         events(notes, "generate", 0.1, traced=0.2)
         events(notes, "step", 0.1, traced=8.0)
-    assert [line for line in said if line.startswith("compiling")] == [
+    assert [line for line in lines if line.startswith("compiling")] == [
         "compiling the sampler (about 90 s); fewer tokens compile sooner",
         "compiling the sampler (about 5 s)",
         "compiling the training step (about 90 s)",
@@ -66,19 +66,19 @@ def test_what_compiles_sooner_is_named_where_it_takes_long(patience):
 
 
 def test_a_line_ends_with_its_own_program(patience):
-    said = []
-    with CompileNotes(said.append) as notes:
+    lines = []
+    with CompileNotes(lines.append) as notes:
         lowered = "/jax/core/compile/jaxpr_to_mlir_module_duration"
         compiled = "/jax/core/compile/backend_compile_duration"
         notes._on_duration(lowered, 0.1, fun_name="generate")
         time.sleep(0.2)
         notes._on_duration(lowered, 0.1, fun_name="step")
         notes._on_duration(compiled, 0.1, fun_name="broadcast_in_dim")
-        assert said == ["compiling the sampler ..."]
+        assert lines == ["compiling the sampler ..."]
         time.sleep(0.2)
         notes._on_duration(compiled, 0.1, fun_name="jit(step)")
         notes._on_duration(compiled, 0.1, fun_name="generate")
-    assert [line.rpartition(" in ")[0] for line in said[2:]] == [
+    assert [line.rpartition(" in ")[0] for line in lines[2:]] == [
         *("compiled the training step", "compiled the sampler")
     ]
 
@@ -89,7 +89,7 @@ def test_an_estimate_has_an_end():
 
 
 def test_a_whole_run_is_compiled_with_a_word_beforehand(patience):
-    said = []
+    lines = []
 
     def run(key, hyperparameters):
         x = jax.random.normal(key, (4, 4)) * hyperparameters["learning_rate"]
@@ -98,27 +98,27 @@ def test_a_whole_run_is_compiled_with_a_word_beforehand(patience):
         return x
 
     args = jax.random.key(int(time.time())), {"learning_rate": 0.5 + time.time() % 1}
-    program = compile_run(jax.vmap(run, (0, None)), args[0][None], args[1], echo=said.append)
-    found = program(args[0][None], args[1])
-    assert jnp.allclose(found[0], run(*args), atol=1e-5)
-    assert not said or said[0].startswith("compiling one program for the whole run (about ")
+    program = compile_run(jax.vmap(run, (0, None)), args[0][None], args[1], echo=lines.append)
+    outputs = program(args[0][None], args[1])
+    assert jnp.allclose(outputs[0], run(*args), atol=1e-5)
+    assert not lines or lines[0].startswith("compiling one program for the whole run (about ")
 
 
 def test_jax_tells_what_it_compiles(patience):
     """The names of events are JAX's own, and may change with it."""
-    said = []
+    lines = []
 
     def held_out(x):
         for _ in range(150):
             x = jnp.sin(x @ x) / 4  # shrinks, so that rounding stays small
         return x
 
-    with CompileNotes(said.append):
+    with CompileNotes(lines.append):
         jax.jit(held_out)(jnp.ones((4, 4)) * jnp.float32(time.time() % 1))
-    assert said[0].startswith("compiling the evaluation (about ")
-    assert said[1].startswith("compiled the evaluation in ")
+    assert lines[0].startswith("compiling the evaluation (about ")
+    assert lines[1].startswith("compiled the evaluation in ")
     jax.jit(held_out)(jnp.ones((5, 5)))
-    assert len(said) == 2
+    assert len(lines) == 2
 
 
 def slow_run(key):
@@ -142,9 +142,9 @@ def test_a_plain_jit_of_a_run_reports_that_it_compiles(patience, capsys, wrap):
 
 
 def test_a_run_is_reported_once(patience, capsys):
-    said = []
-    compile_run(slow_run, jax.random.key(0), echo=said.append)
-    assert len(said) == 2
+    lines = []
+    compile_run(slow_run, jax.random.key(0), echo=lines.append)
+    assert len(lines) == 2
     assert not capsys.readouterr().out
     slow_run(jax.random.key(0))  # without jit nothing is expected afterwards
     assert not compile_reports._of_plain_jit()._expected
@@ -178,20 +178,20 @@ def test_every_run_of_make_run_is_reported(monkeypatch):
 
 
 def test_a_run_names_the_key_by_which_its_programs_compile_sooner(monkeypatch):
-    def known(*settings):
+    def remedies_of(*settings):
         config = load_config(None, ["data.train=x.jsonl", "model.path=x", *settings])
         mesh = make_mesh({}, jax.devices()[:1])
         return compiles_sooner(types.SimpleNamespace(config=config, mesh=mesh, model=None))
 
-    text = known("sampling.max_new_tokens=512")["generate"]
+    text = remedies_of("sampling.max_new_tokens=512")["generate"]
     assert text.startswith("sampling.max_new_tokens = 512; below 256")
-    assert known("sampling.max_new_tokens=255") == {}
-    packed = known("sampling.max_new_tokens=255", "train.mode=packed")
+    assert remedies_of("sampling.max_new_tokens=255") == {}
+    packed = remedies_of("sampling.max_new_tokens=255", "train.mode=packed")
     assert packed["step"].startswith("train.mode = 'packed' compiles it once for each of up to 16")
     # On an accelerator no smaller states are compiled, and each piece of the cache is a branch.
     monkeypatch.setattr("jrl.run.compiles_sooner.time_follows_rows", lambda: False)
     monkeypatch.setattr("jrl.run.compiles_sooner.pieces_of", lambda n: n // 64)
-    text = known("sampling.max_new_tokens=255")["task_rollout"]
+    text = remedies_of("sampling.max_new_tokens=255")["task_rollout"]
     assert text == (
         "sampling.max_new_tokens = 255 keep their cache in 3 pieces; up to 127 it compiles in half"
     )
@@ -199,11 +199,11 @@ def test_a_run_names_the_key_by_which_its_programs_compile_sooner(monkeypatch):
 
 def test_without_an_estimate_a_large_program_says_what_compiles_sooner(patience, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    said = []
-    with CompileNotes(said.append, sooner={"generate": "fewer tokens compile sooner"}) as notes:
+    lines = []
+    with CompileNotes(lines.append, sooner={"generate": "fewer tokens compile sooner"}) as notes:
         events(notes, "generate", 0.4, traced=0.9)
         events(notes, "generate", 0.1, traced=0.2)
-    assert [line for line in said if line.startswith("compiling")] == [
+    assert [line for line in lines if line.startswith("compiling")] == [
         "compiling the sampler ...; fewer tokens compile sooner",
         "compiling the sampler ...",
     ]

@@ -40,21 +40,21 @@ def test_what_is_installed_is_not_advised(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
     monkeypatch.setattr(jax, "devices", none)
     monkeypatch.setattr(devices, "packages", lambda extra: ["jax[tpu]"])
-    for absent, said in (([], "this machine has no TPU that it finds"), (["libtpu"], "[tpu]")):
+    for absent, message in (([], "this machine has no TPU that it finds"), (["libtpu"], "[tpu]")):
         monkeypatch.setattr(devices, "missing", lambda needed, absent=absent: absent)
         with pytest.raises(UserError) as caught:
             find_devices()
-        assert said in str(caught.value)
+        assert message in str(caught.value)
         assert ("pip install" in str(caught.value)) == bool(absent)
 
 
 def test_a_gpu_that_jax_was_not_installed_for_is_said(monkeypatch):
-    said = []
+    lines = []
     monkeypatch.delenv("JAX_PLATFORMS")
     monkeypatch.setattr(devices.Path, "exists", lambda path: True)
-    find_devices(said.append)
-    assert len(said) == 1
-    assert "NVIDIA GPU" in said[0]
+    find_devices(lines.append)
+    assert len(lines) == 1
+    assert "NVIDIA GPU" in lines[0]
 
 
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (a@b)  Tue\nGCC"

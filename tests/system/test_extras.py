@@ -56,10 +56,10 @@ def test_data_without_its_extra_names_the_line(extra, monkeypatch, tmp_path):
 
 
 def tracked():
-    listed = subprocess.run(
+    output = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    return [ROOT / name for name in listed.split("\0") if name]
+    return [ROOT / name for name in output.split("\0") if name]
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
@@ -72,5 +72,5 @@ def test_nobody_is_sent_to_another_package_of_that_name():
     for path in tracked():
         if path == pathlib.Path(__file__) or path.suffix in (".png", ".jsonl"):
             continue
-        found = advice.search(path.read_text(encoding="utf-8", errors="ignore"))
-        assert not found, f"{path}: {found[0]}"
+        match = advice.search(path.read_text(encoding="utf-8", errors="ignore"))
+        assert not match, f"{path}: {match[0]}"

@@ -25,9 +25,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("data", "says"), BAD)
-def test_one_line_says_where_and_why(data, says):
-    with pytest.raises(UserError, match=says) as raised:
+@pytest.mark.parametrize(("data", "message"), BAD)
+def test_one_line_says_where_and_why(data, message):
+    with pytest.raises(UserError, match=message) as raised:
         parse_json(data, "train.jsonl, line 3")
     assert str(raised.value).startswith("train.jsonl, line 3: ")
     assert "\n" not in str(raised.value)
@@ -46,13 +46,13 @@ def test_a_key_that_is_there_twice_with_one_value_says_nothing_else():
 @hypothesis.given(st.binary(max_size=60) | st.text(max_size=60).map(json.dumps).map(str.encode))
 @hypothesis.settings(max_examples=200, deadline=None, database=None)
 def test_any_bytes_are_read_or_refused(data):
-    said = "here: "
+    message = "here: "
     try:
         json.dumps(parse_json(data, "here"), ensure_ascii=False).encode()
     except UserError as error:
-        said = str(error)
-    assert said.startswith("here: ")
-    assert "\n" not in said
+        message = str(error)
+    assert message.startswith("here: ")
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize("line", [b"[" * 50_000, b'{"a": "\\udead"}', b"3", b"\xff"])

@@ -13,9 +13,9 @@ def test_the_host_has_memory():
 def test_a_container_may_have_less(monkeypatch, tmp_path):
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(memory, "_CGROUP", (tmp_path / "none", limit))
-    whole = memory.host_bytes()
+    unlimited = memory.host_bytes()
     limit.write_text("max\n")
-    assert memory.host_bytes() == whole
+    assert memory.host_bytes() == unlimited
     limit.write_text("1048576\n")
     assert memory.host_bytes() == 2**20
 

@@ -34,14 +34,14 @@ def test_fields_at_their_defaults_are_left_out():
 
 
 def test_no_value_of_an_array_is_read():
-    seen = []
+    texts = []
 
     def traced(x):
-        seen.append(repr(Part(scaled(x))))
+        texts.append(repr(Part(scaled(x))))
         return x
 
     jax.jit(traced)(jnp.ones(()))
-    assert seen == ["Part(scaled(float32[], power=2, extra=float32[]))"]
+    assert texts == ["Part(scaled(float32[], power=2, extra=float32[]))"]
 
 
 def test_long_text_is_cut():

@@ -53,7 +53,7 @@ def ends(script, seconds=60):
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_command_that_has_nothing_to_save_ends_whatever_it_is_in(number):
     """Also in the callback of a garbage collection, where what a handler raises would be lost."""
-    code, said = ends(f"""
+    code, stderr = ends(f"""
         class Trap:
             def __del__(self):
                 signal.raise_signal({int(number)})
@@ -64,41 +64,41 @@ def test_a_command_that_has_nothing_to_save_ends_whatever_it_is_in(number):
             del trap
             time.sleep(60)
     """)
-    assert (code, said) == (INTERRUPTED, "jrl: stopped here\n")
+    assert (code, stderr) == (INTERRUPTED, "jrl: stopped here\n")
 
 
 LONG = "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**8)"
 """A call of half a minute that, like a compiler, lets other threads run and no handler."""
 
 
-@pytest.mark.parametrize("lost", [False, True])
-def test_a_compiler_is_left_where_nothing_is_lost(lost):
+@pytest.mark.parametrize("loses_work", [False, True])
+def test_a_compiler_is_left_where_nothing_is_lost(loses_work):
     """A compiler of a second and a half, or half a minute."""
-    began = time.monotonic()
-    code, said = ends(f"""
+    start = time.monotonic()
+    code, stderr = ends(f"""
         import os, threading
         with signals.end_at_once(), signals.Stopping() as stopping:
-            stopping.at_rest = lambda: not {lost}
+            stopping.at_rest = lambda: not {loses_work}
             stopping.saved = lambda: "step 3 is saved"
             threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGTERM]).start()
-            {LONG.replace("10**8", "5 * 10**6") if lost else LONG}
+            {LONG.replace("10**8", "5 * 10**6") if loses_work else LONG}
             raise SystemExit(5)
     """)
     saved = (INTERRUPTED, "jrl: stopped while compiling; step 3 is saved\n")
-    assert (code, said) == ((5, "") if lost else saved)
-    assert time.monotonic() - began < 20
+    assert (code, stderr) == ((5, "") if loses_work else saved)
+    assert time.monotonic() - start < 20
 
 
 def test_a_signal_is_heard_while_the_main_thread_is_in_a_compiler():
-    code, said = ends(f"""
+    code, stderr = ends(f"""
         import os, threading
         with signals.end_at_once():
             threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGTERM]).start()
             {LONG}
             print("went on")
     """)
-    assert (code, said) == (INTERRUPTED, "jrl: stopped\n")
-    code, said = ends(f"""
+    assert (code, stderr) == (INTERRUPTED, "jrl: stopped\n")
+    code, stderr = ends(f"""
         import os, threading
         signals.END_SECONDS = 0.5
         with signals.Stopping() as stopping:
@@ -107,7 +107,7 @@ def test_a_signal_is_heard_while_the_main_thread_is_in_a_compiler():
             print("went on")
     """)
     assert code == INTERRUPTED
-    assert said == "jrl: still not stopped 0 s after SIGINT; ended without saving\n"
+    assert stderr == "jrl: still not stopped 0 s after SIGINT; ended without saving\n"
 
 
 def test_what_was_lost_in_a_callback_is_raised_again():
@@ -144,7 +144,7 @@ def test_one_that_came_before_ends_the_next_phase_that_may_end():
 
 def test_a_wait_is_given_up_after_its_time_even_when_code_of_users_catches(monkeypatch):
     monkeypatch.setattr(signals, "STEP_SECONDS", 0.2)
-    began = time.monotonic()
+    start = time.monotonic()
     with Stopping() as stopping:
         threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGTERM]).start()
 
@@ -158,7 +158,7 @@ def test_a_wait_is_given_up_after_its_time_even_when_code_of_users_catches(monke
         with pytest.raises(KeyboardInterrupt):
             stubborn()
         assert stopping.gave_up
-    assert 0.3 <= time.monotonic() - began < 10
+    assert 0.3 <= time.monotonic() - start < 10
 
 
 def until_given_up(stopping):
@@ -207,24 +207,24 @@ def test_sighup_stays_ignored_under_nohup():
 
 
 def test_a_process_that_hears_nothing_is_ended():
-    code, said = ends("""
+    code, stderr = ends("""
         signals.END_SECONDS = 0.3
         with signals.Stopping():
             signal.raise_signal(signal.SIGTERM)
             time.sleep(60)
     """)
     assert code == INTERRUPTED
-    assert said == "jrl: still not stopped 0 s after SIGTERM; ended without saving\n"
+    assert stderr == "jrl: still not stopped 0 s after SIGTERM; ended without saving\n"
 
 
 def test_threads_listen_to_nothing():
-    heard = []
+    states = []
 
     def listen():
         with Stopping() as stopping:
-            heard.append(stopping.is_set())
+            states.append(stopping.is_set())
 
     thread = threading.Thread(target=listen)
     thread.start()
     thread.join()
-    assert heard == [False]
+    assert states == [False]

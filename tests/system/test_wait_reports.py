@@ -47,12 +47,12 @@ def test_what_always_takes_long_is_said_once():
 
 
 def test_a_wait_without_progress_is_ended_and_one_with_progress_is_not():
-    ended = threading.Event()
-    told = []
+    overdue = threading.Event()
+    lines = []
 
-    def end(said):
-        told.append(said)
-        ended.set()
+    def end(line):
+        lines.append(line)
+        overdue.set()
 
     with Waits(0.3, lambda line: None, end):
         count = iter(range(10**9))
@@ -60,19 +60,22 @@ def test_a_wait_without_progress_is_ended_and_one_with_progress_is_not():
             time.sleep(0.6)
         with waiting("judge", seconds=60):
             time.sleep(0.5)
-        assert not told
+        assert not lines
         with waiting("saving", of="step 3"):
-            assert ended.wait(5)
-    assert told == ["waited too long for the saving of step 3: 0 s"]
+            assert overdue.wait(5)
+    assert lines == ["waited too long for the saving of step 3: 0 s"]
 
 
 def test_a_detail_that_fails_and_a_terminal_that_is_gone_change_nothing():
-    def gone(line):
+    def closed_terminal(line):
         raise OSError("no terminal")
 
-    ended = threading.Event()
-    with Waits(0.2, gone, lambda said: ended.set()), waiting("rewards", lambda: str(1 / 0)):
-        assert ended.wait(5)
+    overdue = threading.Event()
+    with (
+        Waits(0.2, closed_terminal, lambda line: overdue.set()),
+        waiting("rewards", lambda: str(1 / 0)),
+    ):
+        assert overdue.wait(5)
 
 
 def test_where_nobody_listens_a_wait_is_noted_and_forgotten():
@@ -83,7 +86,7 @@ def test_where_nobody_listens_a_wait_is_noted_and_forgotten():
 
 @pytest.mark.parametrize("stubborn", [False, True])
 def test_a_wait_beyond_its_limit_ends_what_may_be_interrupted(stubborn):
-    began = time.monotonic()
+    start = time.monotonic()
 
     def judge():
         with waiting("rewards", of="step 2"), stopping.interruptible():
@@ -98,7 +101,7 @@ def test_a_wait_beyond_its_limit_ends_what_may_be_interrupted(stubborn):
         with pytest.raises(Overdue, match="waited too long for the rewards of step 2"):
             judge()
         assert not stopping.is_set()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - start < 10
 
 
 def test_a_process_that_cannot_be_interrupted_is_ended(tmp_path):
@@ -118,28 +121,28 @@ def test_a_process_that_cannot_be_interrupted_is_ended(tmp_path):
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=30
     )
     assert done.returncode == Overdue.exit_code == 3
-    said = "waited too long for the saving of step 3: 0 s"
-    assert done.stderr == f"jrl: error: {said}; step 2 is saved\n"
+    message = "waited too long for the saving of step 3: 0 s"
+    assert done.stderr == f"jrl: error: {message}; step 2 is saved\n"
 
 
 def test_a_second_thread_of_a_program_is_only_told(monkeypatch):
     monkeypatch.setattr(signals, "END_SECONDS", 0.1)
-    said = []
+    lines = []
 
     def run():
         with (
             Stopping() as stopping,
-            Waits(0.1, said.append, stopping.overdue),
+            Waits(0.1, lines.append, stopping.overdue),
             waiting("rewards"),
             stopping.interruptible(),
         ):
             time.sleep(0.5)
-        said.append("alive")
+        lines.append("alive")
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert said[-1] == "alive"
+    assert lines[-1] == "alive"
 
 
 def test_what_is_read_and_written_is_progress(tmp_path):

@@ -27,9 +27,9 @@ SIZES = (
 
 @pytest.fixture
 def compiled():
-    """What is compiled during a test."""
-    with compilations() as found:
-        yield found
+    """Programs compiled during a test."""
+    with compilations() as compiled_programs:
+        yield compiled_programs
 
 
 @pytest.fixture
@@ -86,10 +86,10 @@ def test_what_fails_in_the_thread_is_left_to_the_step_itself(monkeypatch, tmp_pa
     assert not ahead.pays(run)  # a CPU
     monkeypatch.setattr(ahead, "pays", lambda run: True)
 
-    def broken(run):
+    def failing(run):
         raise RuntimeError("no such shape")
 
-    monkeypatch.setattr(ahead, "abstract_batch", broken)
+    monkeypatch.setattr(ahead, "abstract_batch", failing)
     with ahead.StepAhead(run) as step:
         step._wait()
         monkeypatch.setattr(step, "step", lambda *args: args)
@@ -99,16 +99,16 @@ def test_what_fails_in_the_thread_is_left_to_the_step_itself(monkeypatch, tmp_pa
 def test_a_batch_of_other_shapes_does_not_wait_for_those_foreseen(monkeypatch, tmp_path):
     run = build.setup(load_config("configs/tiny.toml", (*SIZES, f"run.dir={tmp_path}")))
     monkeypatch.setattr(ahead, "pays", lambda run: True)
-    go, began = threading.Event(), threading.Event()
+    go, started = threading.Event(), threading.Event()
 
     def compile_slowly(self):
         self._batch = {"tokens": jax.ShapeDtypeStruct((4, 2), "int32")}
-        began.set()
+        started.set()
         go.wait(60)
 
     monkeypatch.setattr(ahead.StepAhead, "_compile", compile_slowly)
     with ahead.StepAhead(run) as step:
-        began.wait(60)
+        started.wait(60)
         monkeypatch.setattr(step, "step", lambda *args: step._thread)
         assert step(0, {"tokens": np.zeros((4, 3), np.int32)}).is_alive()
         go.set()

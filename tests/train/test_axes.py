@@ -155,7 +155,7 @@ def test_a_sampler_equals_one_device(axes):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "change", "says"),
+    ("sizes", "change", "message"),
     [
         (
             {"tensor": 4},
@@ -177,8 +177,8 @@ def test_a_sampler_equals_one_device(axes):
         ({"tensor": 2}, {"expert_mlp_dim": 7}, "expert_mlp_dim = 7; choose 1 or"),
     ],
 )
-def test_what_a_mesh_does_not_divide_is_named(sizes, change, says):
-    with pytest.raises(ValueError, match=re.escape(says)):
+def test_what_a_mesh_does_not_divide_is_named(sizes, change, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         check_model_on_mesh(make_mesh(sizes), dataclasses.replace(CONFIG, **change), P, T)
     check_model_on_mesh(make_mesh({}), dataclasses.replace(CONFIG, **change), P, T)
 
@@ -203,11 +203,11 @@ def test_two_slices_talk_along_the_data_axis_alone():
         "mesh": {"data": 2, "fsdp": 2, "expert": 2},
     }
     del tree["model"]["config"]["dtype"], tree["model"]["config"]["param_dtype"]
-    found = ask("planned", tree, "2*v5e:2x2", -1.0)
-    assert found["fits"]
-    for program in found["programs"].values():
-        sent = program["collective_bytes_by_kind"]
-        between = {k: v for k, v in sent.items() if "data" in k}
+    planned = ask("planned", tree, "2*v5e:2x2", -1.0)
+    assert planned["fits"]
+    for program in planned["programs"].values():
+        bytes_by_kind = program["collective_bytes_by_kind"]
+        between = {k: v for k, v in bytes_by_kind.items() if "data" in k}
         assert {k.partition("/")[2] for k in between} == {"data"}
         assert between["all-reduce/data"] > 0
-        assert "all-gather/expert" in sent
+        assert "all-gather/expert" in bytes_by_kind

@@ -78,7 +78,7 @@ def test_host_and_compiled_agree(network, task, quick_jit):
             network=network,
         )
     )
-    log, drawn, asked, cursor = [], [], [], 0
+    log, tokens_by_step, prompt_ids, cursor = [], [], [], 0
     weights, tools = list(WEIGHTS.values()), partial(TaskTools, task)
     setting = Setting(method, PROMPTS, GROUP, weights, tools=tools)
     collector = Collector(TaskSource(task, tuple(WEIGHTS), draw), setting, mesh)
@@ -89,19 +89,19 @@ def test_host_and_compiled_agree(network, task, quick_jit):
         for i in range(STEPS):
             weights = policy_weights(state)
             batch, groups, cursor = collector.collect(state.key, weights, step=i, cursor=cursor)
-            drawn.append(groups.rollout.tokens)
-            asked.append(batch.ids["prompt"])
+            tokens_by_step.append(groups.rollout.tokens)
+            prompt_ids.append(batch.ids["prompt"])
             state, metrics = train(state, batch, SAMPLING)
             log.append(with_slot_use(jax.device_get(metrics | groups.counts)))
 
     tokens = []
 
-    def spied(state, batch, sampling_params):
+    def record_step(state, batch, sampling_params):
         state, metrics = step(state, batch, sampling_params)
         return state, metrics | {"tokens": batch.tokens, "ids": batch.ids["prompt"]}
 
     iteration = make_iteration(
-        spied,
+        record_step,
         method=method,
         task=task,
         network=network,
@@ -109,14 +109,14 @@ def test_host_and_compiled_agree(network, task, quick_jit):
         prompts=PROMPTS,
         group=GROUP,
     )
-    state_, begun = fresh(), iteration.begin(fresh())
+    state_, start = fresh(), iteration.begin(fresh())
     run = quick_jit(partial(iterate, iteration, steps=STEPS))
-    scanned, _, curves = run(state_, begun, SAMPLING)
+    scanned, _, curves = run(state_, start, SAMPLING)
     tokens = curves.pop("tokens")
-    assert np.array_equal(tokens, np.stack(drawn))
+    assert np.array_equal(tokens, np.stack(tokens_by_step))
     assert tokens.shape == (STEPS, PROMPTS, GROUP + 2, task.completion_tokens)
     assert np.array_equal(np.ravel(curves.pop("ids")), np.arange(STEPS * PROMPTS))
-    assert np.array_equal(np.ravel(asked), np.arange(STEPS * PROMPTS))
+    assert np.array_equal(np.ravel(prompt_ids), np.arange(STEPS * PROMPTS))
     assert int(scanned.step) == int(state.step) == STEPS
     assert_close(scanned.params, state.params, 1e-5)
     assert curves.keys() == log[0].keys()
@@ -172,8 +172,8 @@ def test_a_run_is_a_function_of_its_key_and_hyperparameters(one):
     assert cold["entropy"][0] < curves["entropy"][0] < hot["entropy"][0]
     # No learning, no change after the warm start.
     still, _ = one(0, rate=0.0)
-    moved = np.abs(embed((still, None)) - first).max()
-    assert moved > 1e-3
+    change = np.abs(embed((still, None)) - first).max()
+    assert change > 1e-3
 
 
 def test_many_seeds_at_once(run, one, quick_jit):
@@ -249,8 +249,8 @@ def test_with_policy_starts_afresh(network):
         policy["embed"].unsafe_buffer_pointer()
     )
     assert_close(out.opt_state, state.opt_state, 0)
-    held = Schedule(after=(copies("expert", every(2)), restart("first", every(4))))
-    common = {"objective": method.objective, "optimizer": optimizer, "schedule": held}
+    schedule = Schedule(after=(copies("expert", every(2)), restart("first", every(4))))
+    common = {"objective": method.objective, "optimizer": optimizer, "schedule": schedule}
     state = init_state(KEY, network=network, **common)
     warm = with_policy(state, policy, optimizer, unchanged_policies=("expert",)).frozen
     assert_close(warm["first"], policy, 0)

@@ -96,13 +96,13 @@ def on_text(place):
 
 
 def prompts(config):
-    """What is asked and what is the answer."""
+    """Questions and answers."""
     run = build.setup(config)
-    asked = {
+    problems = {
         s: [(p.text, p.tokens.tolist(), p.answer, np.array(p.solution).tolist()) for p in ps]
         for s, ps in run.data.prompts.items()
     }
-    return asked, run.data.counts
+    return problems, run.data.counts
 
 
 def weights(config):
@@ -126,16 +126,16 @@ def programs(config):
     group, tree = config.sampling.group, run.method.plan.tree
     if run.task is None:
         p = jax.ShapeDtypeStruct((n, run.width), jnp.int32)
-        asked = simple_request(key, {"policy": args[1]}, np.int32(0), ids, group)
-        more = () if tree else (members_of(asked.asks, run.config.sampling.temperature),)
+        request = simple_request(key, {"policy": args[1]}, np.int32(0), ids, group)
+        more = () if tree else (members_of(request.asks, run.config.sampling.temperature),)
         args = (key, args[1], p, ids, run.sampling_params, args[2], ids, *more)
         first, (rollout, _) = jax.make_jaxpr(sample, return_shape=True)(*args)
         rewards = jax.ShapeDtypeStruct((*rollout.lengths.shape, 1), jnp.float32)
     else:
-        asked = simple_request(args[0], {"policy": args[1]}, *args[2:], group)
+        request = simple_request(args[0], {"policy": args[1]}, *args[2:], group)
         first, groups = jax.make_jaxpr(
             functools.partial(sample, sampling_params=run.sampling_params), return_shape=True
-        )(asked.replace(asks=tuple(ask.replace(tree=tree) for ask in asked.asks)))
+        )(request.replace(asks=tuple(ask.replace(tree=tree) for ask in request.asks)))
         rollout, rewards = groups.rollout, groups.rewards
     batch = jax.eval_shape(to_batch, rollout, rewards, np.ones(rewards.shape[-1], np.float32))
     second = jax.make_jaxpr(compiled.make_train_step(run))(state, batch, run.sampling_params)
@@ -168,11 +168,11 @@ def updates(config):
     """Two optimiser updates of two weights, by two gradients."""
     optimizer = build.setup(config).optimizer
     params = {"w": jnp.array([1.0, -2.0])}
-    state, seen = optimizer.init(params), []
+    state, weights = optimizer.init(params), []
     for gradient in ([3.0, 4.0], [-1.0, 0.5]):
         change, state = optimizer.update({"w": jnp.array(gradient)}, state, params)
-        seen += change["w"].tolist()
-    return seen
+        weights += change["w"].tolist()
+    return weights
 
 
 def sampling_params(config):
@@ -194,30 +194,30 @@ def mesh(config):
     return dict(build.setup(config).mesh.shape)
 
 
-def apart(config):
+def sampler_meshes(config):
     """Devices along each axis of both meshes."""
     run = build.setup(config)
     return [None if m is None else dict(m.shape) for m in (run.mesh, run.rollout_mesh)]
 
 
-def drawn_on(config):
+def draw_on(config):
     """Devices along each axis while completions are drawn."""
     return dict(compiled.drawing_mesh(build.setup(config)).shape)
 
 
 def shaped(config):
-    """What the run is made of, in numbers."""
+    """Sizes of the run's parts."""
     run = build.setup(config)
     return run.rewards.weights, run.width, run.model
 
 
 def evaluation(config):
-    """What an evaluation of the model before training finds."""
+    """Evaluation of the model before training."""
     run = build.setup(config)
     with jax.set_mesh(run.mesh):
         key, params, _ = load_policy(run, None)
-        found = Evaluator(run, None)(key, params)
-    return found.metrics, len(found.samples)
+        result = Evaluator(run, None)(key, params)
+    return result.metrics, len(result.samples)
 
 
 def evaluated_in(config):
@@ -226,7 +226,7 @@ def evaluated_in(config):
     return [str(x.dtype) for x in jax.tree.leaves(network.init_cache(1, 8))]
 
 
-def drawn(config):
+def sampled_tokens(config):
     """How the method draws its groups."""
     return (build.setup(config).method.draw,)
 
@@ -237,7 +237,7 @@ def judge(config):
 
 
 def whole_run(config):
-    """What a run writes and says, clocks left out."""
+    """Files and lines of a run, without clocks."""
     lines = []
     summary = train(config, echo=lines.append)
     directory = pathlib.Path(config.run.dir)
@@ -276,10 +276,10 @@ ON_TASK = {
     "tree.above": (programs, "tree.above=0.5", "tree.kind=branch"),
     "tree.roots": (programs, "tree.roots=1", "tree.kind=branch"),
     "tree.rounds": (programs, "tree.rounds=2", "tree.kind=branch"),
-    "tree.by": (drawn, "tree.by=uct", "tree.kind=search"),
-    "tree.width": (drawn, "tree.width=2", "tree.kind=search"),
-    "tree.tokens": (drawn, "tree.tokens=2", "tree.kind=search"),
-    "tree.exploration": (drawn, "tree.exploration=2.0", "tree.kind=search"),
+    "tree.by": (sampled_tokens, "tree.by=uct", "tree.kind=search"),
+    "tree.width": (sampled_tokens, "tree.width=2", "tree.kind=search"),
+    "tree.tokens": (sampled_tokens, "tree.tokens=2", "tree.kind=search"),
+    "tree.exploration": (sampled_tokens, "tree.exploration=2.0", "tree.kind=search"),
     "value.kind": (programs, "value.kind=network", "method=ppo"),
     "lora.rank": (programs, "lora.rank=2"),
     "lora.alpha": (programs, "lora.alpha=4.0", "lora.rank=2"),
@@ -317,13 +317,13 @@ ON_TASK = {
     "checkpoint.every": (whole_run, "checkpoint.every=0", COLD),
     "checkpoint.keep": (whole_run, "checkpoint.keep=3", COLD),
     "mesh": (mesh, "mesh.data=2"),
-    "sampling.mesh": (drawn_on, "sampling.mesh.data=2", "mesh.fsdp=2"),
+    "sampling.mesh": (draw_on, "sampling.mesh.data=2", "mesh.fsdp=2"),
     "log.samples_every": (whole_run, "log.samples_every=3", COLD),
 }
 MORE_ON_TASK = {
     **{f"mesh.{axis}": (mesh, f"mesh.{axis}=2") for axis in ("fsdp", "tensor")},
     **{f"mesh.{axis}": (mesh, f"mesh.{axis}=2") for axis in ("context", "expert")},
-    "placement and sampling.mesh": (apart, "placement={}", "sampling.mesh.data=2"),
+    "placement and sampling.mesh": (sampler_meshes, "placement={}", "sampling.mesh.data=2"),
     "objective.router_replay": (programs, "objective.router_replay=true", SPARSE),
     "an option of the task": (programs, "data.difficulty=2"),
     "objective.entropy_coef": (programs, "objective.entropy_coef=0.1"),
@@ -338,7 +338,7 @@ MORE_ON_TASK = {
     "packed": (padding, "train.mode=packed"),
     "both in 8 bits": (programs, "sampling.int8=['weights', 'cache']", "sampling.int8=cache"),
 }
-"""What a key leads to besides: options, coefficients of every method, further values."""
+"""Further observations of keys: options, coefficients of every method, other values."""
 TEACHER = ("method=on_policy_distillation", "frozen.teacher=PLACE/model")
 TWO_TEACHERS = (
     *("method=align_distil", "frozen.dpo=PLACE/model", "frozen.reverse_dpo=PLACE/model"),
@@ -425,7 +425,7 @@ def test_the_test_elsewhere_is_there_and_names_the_key(key):
 
 @pytest.fixture(scope="module")
 def observe(tmp_path_factory):
-    """What a configuration leads to, or the error that it is; each one looked at once."""
+    """Observation of a configuration, or its error; each is made once."""
 
     @functools.cache
     def look(observer, overrides):
@@ -472,6 +472,6 @@ def test_a_change_shows(name, place, observe):
 
 @pytest.mark.parametrize("observer", [programs, updates, sampling_params, weights])
 def test_without_a_change_nothing_shows(observer):
-    """What the table relies on: two looks at one configuration see the same."""
+    """Two observations of one configuration are equal, as the table assumes."""
     config = load_config(None, TASK)
     assert observer(config) == observer(config)

@@ -47,7 +47,7 @@ def arrays(directory):
 
 
 def logged(directory):
-    """What a run wrote, but for clocks."""
+    """Output of a run, without clocks."""
     steps = [
         {name: value for name, value in record.items() if name not in CLOCKS}
         for record in read_jsonl(directory / "metrics.jsonl")

@@ -74,11 +74,11 @@ def test_weights_arrive_bit_for_bit_and_never_through_the_host(mine, theirs, mon
         patch.setattr(type(params["w"]), "_value", property(fetched))
         weights = hand_over.send(params, 3)
     with jax.set_mesh(rollout_mesh):
-        there = hand_over.receive(weights, 3)
+        received = hand_over.receive(weights, 3)
     for name, leaf in tree().items():
-        assert there[name].sharding == where[name]
-        assert np.array_equal(np.asarray(there[name]), leaf)
-        assert not there[name].sharding.device_set & params[name].sharding.device_set
+        assert received[name].sharding == where[name]
+        assert np.array_equal(np.asarray(received[name]), leaf)
+        assert not received[name].sharding.device_set & params[name].sharding.device_set
 
 
 def test_a_leaf_that_changed_on_its_way_is_named_with_its_version():
@@ -110,22 +110,24 @@ def corrupted(hand_over):
 def test_a_frozen_base_moves_once_and_its_adapters_every_time(monkeypatch):
     mesh, rollout_mesh = meshes({"fsdp": 2}, {"tensor": 2})
     split = SimpleNamespace(
-        split=lambda whole: ({"b": whole["b"]}, {name: whole[name] for name in "ws"}),
+        split=lambda params: ({"b": params["b"]}, {name: params[name] for name in "ws"}),
         join=lambda trained, base: base | trained,
     )
     where = tree_shardings(rollout_mesh, AXES, tree())
     hand_over = AdapterHandover(split, where, mesh, rollout_mesh)
-    moved, move = [], handover._move
-    monkeypatch.setattr(handover, "_move", lambda x, to: moved.append(x.shape) or move(x, to))
+    shapes_moved, move = [], handover._move
+    monkeypatch.setattr(
+        handover, "_move", lambda x, to: shapes_moved.append(x.shape) or move(x, to)
+    )
     for version in (4, 5):
-        made = tree() | {"b": jnp.full((8, 12), version, jnp.bfloat16)}
-        params = jax.device_put(made, tree_shardings(mesh, AXES, made))
-        there = hand_over.receive(hand_over.send(params, version), version)
-        for name, leaf in made.items():
-            assert there[name].sharding == where[name]
-            assert np.array_equal(np.asarray(there[name]), leaf)
-    assert moved.count((8, 12)) == 2
-    assert moved.count((2, 8, 4, 3)) == moved.count((5,)) == 1
+        weights = tree() | {"b": jnp.full((8, 12), version, jnp.bfloat16)}
+        params = jax.device_put(weights, tree_shardings(mesh, AXES, weights))
+        received = hand_over.receive(hand_over.send(params, version), version)
+        for name, leaf in weights.items():
+            assert received[name].sharding == where[name]
+            assert np.array_equal(np.asarray(received[name]), leaf)
+    assert shapes_moved.count((8, 12)) == 2
+    assert shapes_moved.count((2, 8, 4, 3)) == shapes_moved.count((5,)) == 1
     corrupted(hand_over._adapters)
     with pytest.raises(HandoverError, match=r"version 6 of the policy changed .*: b \(sent"):
         hand_over.receive(hand_over.send(params, 6), 6)
@@ -166,8 +168,8 @@ class Loop:
             carried=carried,
         )
 
-    def assemble(self, drawn):
-        return drawn, drawn.cursor
+    def assemble(self, groups):
+        return groups, groups.cursor
 
     def draw(self, key, weights, *, step, version, cursor, newer):
         assert newer is None
@@ -246,14 +248,14 @@ def test_an_error_while_drawing_ends_the_run():
 
 
 def test_an_error_while_training_is_not_held_up_by_what_waits_to_be_drawn():
-    drawn = []
+    steps_drawn = []
 
     def fails(step):
         raise ValueError("no step")
 
     with pytest.raises(ValueError, match="no step"):
-        Loop(5000, before_draw=drawn.append, before_step=fails).run(9)
-    assert len(drawn) < 5000
+        Loop(5000, before_draw=steps_drawn.append, before_step=fails).run(9)
+    assert len(steps_drawn) < 5000
 
 
 @pytest.fixture
@@ -266,14 +268,14 @@ def stuck():
 
 def test_a_rollout_that_hangs_can_be_given_up_and_what_was_drawn_before_is_kept(stuck):
     slow = Loop(2, before_draw=lambda step: stuck.wait() if step == 2 else None)
-    began = time.monotonic()
+    start = time.monotonic()
     with slow.ahead as ahead:
         for step in range(2):
             ahead.collect(np.zeros(2, np.uint32), slow.state(step).params,
                           step=step, cursor=step)  # fmt: skip
         assert ahead.drawn(0.1) == []  # batch 2 is the next, and batch 3 waits for it
         assert ahead.drawn() == []  # not waited for again
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - start < 10
 
 
 def test_an_interrupted_wait_for_a_batch_saves_the_batches_before_the_one_that_hangs(stuck):
@@ -303,9 +305,9 @@ def test_what_is_drawn_ahead_can_be_forgotten():
         for step in range(3, 6):
             ahead.collect(key, again.state(step + 100).params, step=step, cursor=0)
         ahead.drawn()
-    drawn = again.log[5:]
-    assert [(step, cursor) for step, _, _, cursor in drawn] == [(3 + i, 3 + i) for i in range(5)]
-    assert [version for _, _, version, _ in drawn] == [3, 3, 3, 4, 5]
+    later = again.log[5:]
+    assert [(step, cursor) for step, _, _, cursor in later] == [(3 + i, 3 + i) for i in range(5)]
+    assert [version for _, _, version, _ in later] == [3, 3, 3, 4, 5]
 
 
 def test_tokens_older_than_agreed_are_refused():
@@ -324,9 +326,9 @@ def test_tokens_older_than_agreed_are_refused():
 def test_groups_of_text_survive_a_checkpoint(tmp_path):
     prompts = [Prompt(i, f"q{i}", np.arange(3), "5") for i in (4, 9)]
     groups = groups_of(2)._replace(subject=prompts[1:], counts={"reward_errors": 1.0})
-    drawn = StepGroups(groups, np.array([False]), 12)
+    step_groups = StepGroups(groups, np.array([False]), 12)
     with Checkpoints(tmp_path, 1) as checkpoints:
-        extra = {"cursor": 3, "carried": [stored(drawn)]}
+        extra = {"cursor": 3, "carried": [stored(step_groups)]}
         checkpoints.save(1, {"w": np.zeros(2)}, extra=extra)
         _, extra = checkpoints.restore({"w": np.zeros(2)})
         _, less = checkpoints.restore({"w": np.zeros(2)}, subset=True)
@@ -339,7 +341,7 @@ def test_groups_of_text_survive_a_checkpoint(tmp_path):
         groups.counts,
     )
     old, new = (
-        (d.groups.rollout, d.groups.rewards, d.groups.ids, d.members) for d in (drawn, back)
+        (d.groups.rollout, d.groups.rewards, d.groups.ids, d.members) for d in (step_groups, back)
     )
     jax.tree.map(np.testing.assert_array_equal, old, new)
     assert [x.dtype for x in jax.tree.leaves(old)] == [x.dtype for x in jax.tree.leaves(new)]
@@ -434,11 +436,11 @@ def test_no_staleness_is_the_synchronous_run_bit_for_bit(policy, synchronous, tm
     records, samples, state = synchronous(policy)
     # as many devices draw as in the other run: a product of fewer rows may round otherwise
     same = ["sampling.mesh.data=2"] if "mesh.data=2" in changes else []
-    theirs, drawn, end = go(tmp_path / "disjoint", *DISJOINT, *changes, *same)
+    theirs, their_samples, end = go(tmp_path / "disjoint", *DISJOINT, *changes, *same)
     assert [r.pop("staleness") for r in theirs] == [0] * len(records)
     assert [r.pop("staleness_max") for r in theirs] == [0] * len(records)
     assert theirs == records
-    assert drawn == samples
+    assert their_samples == samples
     assert_equal_state(end, state)
     assert len({r["loss"] for r in records}) > 1
     if policy == "experts":
@@ -447,7 +449,7 @@ def test_no_staleness_is_the_synchronous_run_bit_for_bit(policy, synchronous, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("policy", "apart"),
+    ("policy", "other_meshes"),
     [
         ("adapters on 8 bits", ("mesh.fsdp=4", "placement={}", "sampling.mesh.tensor=2")),
         ("adapters", ("mesh.tensor=2", "mesh.fsdp=2", "placement={}", "sampling.mesh.fsdp=4")),
@@ -455,14 +457,14 @@ def test_no_staleness_is_the_synchronous_run_bit_for_bit(policy, synchronous, tm
     ],
 )
 def test_meshes_that_divide_the_weights_otherwise_are_the_same_run(
-    policy, apart, synchronous, tmp_path
+    policy, other_meshes, synchronous, tmp_path
 ):
     """Up to rounding: sums over other devices are sums in another order."""
     changes = POLICIES[policy]
     records, samples, _ = synchronous(policy)
-    meshes = ("mesh.data=1", *apart)
-    theirs, drawn, _ = go(tmp_path / "disjoint", *changes, *meshes)
-    assert [s["completion"] for s in drawn] == [s["completion"] for s in samples]
+    meshes = ("mesh.data=1", *other_meshes)
+    theirs, their_samples, _ = go(tmp_path / "disjoint", *changes, *meshes)
+    assert [s["completion"] for s in their_samples] == [s["completion"] for s in samples]
     for mine, other in zip(records, theirs, strict=True):
         for name in ("reward", "loss", "grad_norm", "length"):
             assert other[name] == pytest.approx(mine[name], rel=1e-3, abs=1e-5), name
@@ -493,9 +495,9 @@ def test_a_stale_run_resumes_bit_for_bit_from_where_a_signal_stopped_it(
         patch.setattr(loops.Progress, "step", stop)
         with pytest.raises(KeyboardInterrupt, match=f"stopped after step {last}; saved in"):
             go(tmp_path / "broken", *stale)
-    theirs, drawn, end = go(tmp_path / "broken", *stale)
+    theirs, their_samples, end = go(tmp_path / "broken", *stale)
     assert theirs == records
-    assert drawn == samples
+    assert their_samples == samples
     assert_equal_state(end, state)
 
 
@@ -518,7 +520,7 @@ def test_a_run_whose_weights_change_on_the_way_ends_before_it_draws_with_them(
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         (("placement.staleness=-1",), "staleness = -1; must be"),
         (("sampling.mesh.data=0",), "sampling.mesh.data = 0; must be"),
@@ -539,13 +541,13 @@ def test_a_run_whose_weights_change_on_the_way_ends_before_it_draws_with_them(
         ),
     ],
 )
-def test_a_split_that_cannot_be_is_refused(changes, says):
-    with pytest.raises(UserError, match=says):
+def test_a_split_that_cannot_be_is_refused(changes, message):
+    with pytest.raises(UserError, match=message):
         make_meshes(load_config(None, [*BASE, *changes]))
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         (
             ("sampling.mesh.data=1", "sampling.mesh.tensor=4"),
@@ -557,8 +559,8 @@ def test_a_split_that_cannot_be_is_refused(changes, says):
         ),
     ],
 )
-def test_a_run_that_cannot_draw_apart_is_refused(changes, says, tmp_path):
-    with pytest.raises(UserError, match=says):
+def test_a_run_that_cannot_draw_apart_is_refused(changes, message, tmp_path):
+    with pytest.raises(UserError, match=message):
         go(tmp_path / "run", *DISJOINT, *changes)
 
 

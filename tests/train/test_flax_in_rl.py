@@ -119,10 +119,10 @@ def test_a_module_is_sampled_and_trained(policy, name, quick_jit):
     assert log[0]["approx_kl"] < 1e-8 < log[7]["approx_kl"]
     assert all(x["skipped_updates"] == 0 for x in log)
     for part in start.params:
-        moved = jax.tree.map(
+        differences = jax.tree.map(
             lambda a, b: float(jnp.abs(a - b).max()), start.params[part], state.params[part]
         )
-        assert max(jax.tree.leaves(moved)) > 1e-2, part
+        assert max(jax.tree.leaves(differences)) > 1e-2, part
     if value is not None:
         assert log[7]["value_loss"] < 0.7 * log[0]["value_loss"]
     else:

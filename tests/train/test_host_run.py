@@ -305,14 +305,16 @@ def test_reward_functions_stand_beside_an_environment(place, tmp_path, monkeypat
         text = body["messages"][-1]["content"]
         return f"Score: {10 if 'Go on.' in text else 1}"
 
-    begun = []  # as rows ended; what a call about all of them asks is none of it
+    begin_arguments = []  # as rows ended; what a call about all of them asks is none of it
     begin = TextParts.begin
-    monkeypatch.setattr(TextParts, "begin", lambda *given: begun.append(given[1]) or begin(*given))
+    monkeypatch.setattr(
+        TextParts, "begin", lambda *args: begin_arguments.append(args[1]) or begin(*args)
+    )
     with judge_server(by_turns) as (url, bodies):
         rewards = rewards.replace("URL", url)
         train(settings(place, run, "talk", *more, rewards, "log.samples_every=1"), echo=print)
     assert all("user: What is" in body["messages"][-1]["content"] for body in bodies[1:])
-    assert len(begun) == 8
+    assert len(begin_arguments) == 8
     (record,) = records_of(run)
     samples = read_jsonl(run / "samples.jsonl")
     for sample in samples:
@@ -322,9 +324,9 @@ def test_reward_functions_stand_beside_an_environment(place, tmp_path, monkeypat
         assert parts["judged"] == float(turns > 1)
         assert parts["both"] == (parts["reward"] if turns >= 3 else 0)
         assert sample["reward"] == pytest.approx((parts["last"] or 0) + parts["both"])
-    known = [s["rewards"]["last"] for s in samples if s["rewards"]["last"] is not None]
+    values = [s["rewards"]["last"] for s in samples if s["rewards"]["last"] is not None]
     assert len(samples) == 8
-    assert record["reward/last"] == pytest.approx(np.mean(known))
+    assert record["reward/last"] == pytest.approx(np.mean(values))
 
 
 @pytest.mark.slow
@@ -367,15 +369,15 @@ def test_a_progress_estimator_pays_by_turn(place, tmp_path, monkeypatch):
 
 
 def test_a_reward_of_an_episode_that_nobody_gives_is_said(place, tmp_path):
-    def refused(rewards):
+    def error_of(rewards):
         with pytest.raises(UserError) as caught:
             train(settings(place, tmp_path / "run", "talk", "data.turns=2", rewards), echo=print)
         return str(caught.value)
 
-    assert "the environment pays reward, success, and reward functions are" in refused(
+    assert "the environment pays reward, success, and reward functions are" in error_of(
         "rewards={lenght={}}"
     )
-    assert "the environment pays a part of that name" in refused(
+    assert "the environment pays a part of that name" in error_of(
         "rewards={reward={function='exact'}}"
     )
 
@@ -385,30 +387,33 @@ APART = ("sampling.mesh.data=1", "data.turns=2", "data.eval=", "optimizer.learni
 
 def test_episodes_on_devices_of_their_own_are_the_synchronous_run(place, tmp_path, monkeypatch):
     monkeypatch.setattr(running, "write_report", lambda directory: directory)
-    same, apart = tmp_path / "same", tmp_path / "apart"
+    same, disjoint = tmp_path / "same", tmp_path / "apart"
     train(settings(place, same, "talk", *APART[1:]), echo=lambda line: None)
-    train(settings(place, apart, "talk", *APART, "placement={}"), echo=lambda line: None)
+    train(settings(place, disjoint, "talk", *APART, "placement={}"), echo=lambda line: None)
     left = CLOCKS | BY_TIMING | {"staleness", "staleness_max"}
     mine, theirs = (
-        [{k: r[k] for k in r.keys() - left} for r in records_of(d)] for d in (same, apart)
+        [{k: r[k] for k in r.keys() - left} for r in records_of(d)] for d in (same, disjoint)
     )
     assert mine == theirs
-    assert read_jsonl(same / "samples.jsonl") == read_jsonl(apart / "samples.jsonl")
+    assert read_jsonl(same / "samples.jsonl") == read_jsonl(disjoint / "samples.jsonl")
 
 
 @pytest.mark.slow
 def test_the_sampler_of_episodes_may_have_a_mesh_of_its_own(place, tmp_path, monkeypatch):
     monkeypatch.setattr(running, "write_report", lambda directory: directory)
     more = (*APART[1:2], "mesh.fsdp=2", "eval.problems=2", "optimizer.learning_rate=0.01")
-    own = "sampling.mesh.data=1", "sampling.mesh.fsdp=1", "sampling.mesh.tensor=2"
+    sampler_mesh = "sampling.mesh.data=1", "sampling.mesh.fsdp=1", "sampling.mesh.tensor=2"
     tensor = "model.path=" + json.dumps(str(place / "wide"))
     train(settings(place, tmp_path / "same", "talk", *more, tensor), echo=lambda line: None)
-    train(settings(place, tmp_path / "own", "talk", *more, tensor, *own), echo=lambda line: None)
-    said = [
+    train(
+        settings(place, tmp_path / "own", "talk", *more, tensor, *sampler_mesh),
+        echo=lambda line: None,
+    )
+    completions = [
         [s["completion"] for s in read_jsonl(tmp_path / run / "samples.jsonl")]
         for run in ("same", "own")
     ]
-    assert said[0] == said[1]
+    assert completions[0] == completions[1]
     for mine, theirs in zip(*(records_of(tmp_path / run) for run in ("same", "own")), strict=True):
         names = {"loss", "reward", "kl", "entropy", "turns", "grad_norm"} & mine.keys()
         assert {k: mine[k] for k in names} == pytest.approx({k: theirs[k] for k in names}, abs=2e-5)
@@ -514,19 +519,19 @@ def test_trees_of_episodes_continue_from_their_summaries(place, tmp_path, tree):
 
 
 def summaries_in(run):
-    """How many summaries the samples of a run hold, each of which begins the next context."""
-    asked = 0
+    """Number of summaries in a run's samples; each begins the next context."""
+    count = 0
     for sample in read_jsonl(run / "samples.jsonl"):
         turns = sample["turns"]
         for i, turn in enumerate(turns):
             if "Sum up!" in turn["text"]:
-                asked += 1
+                count += 1
                 assert turn["by"] == "environment"
-                summary, kept = turns[i + 1], turns[i + 2]
-                assert (summary["by"], kept["by"]) == ("policy", "environment")
-                assert kept["text"].startswith(summary["text"])  # and the answer behind it
-                assert "Go on." in kept["text"][len(summary["text"]) :] or i + 3 == len(turns)
-    return asked
+                summary, restart = turns[i + 1], turns[i + 2]
+                assert (summary["by"], restart["by"]) == ("policy", "environment")
+                assert restart["text"].startswith(summary["text"])  # and the answer behind it
+                assert "Go on." in restart["text"][len(summary["text"]) :] or i + 3 == len(turns)
+    return count
 
 
 BRANCHED = ("data.turns=3", "method=arpo", "objective={}", "sampling.max_new_tokens=80")
@@ -546,21 +551,21 @@ def test_tasks_are_written_at_the_start_of_a_phase(place, tmp_path, monkeypatch)
     (tmp_path / "two.jsonl").write_text("\n".join(two))
     data = f"data.train={json.dumps(str(tmp_path / 'two.jsonl'))}"
     more = (data, f"data.writer={json.dumps(f'{place}/own.py:write')}", *WRITTEN)
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train(settings(place, whole, "lucky", *more, "log.samples_every=1"), echo=lambda line: None)
-    records = records_of(whole)
+    unbroken, parts = tmp_path / "whole", tmp_path / "parts"
+    train(settings(place, unbroken, "lucky", *more, "log.samples_every=1"), echo=lambda line: None)
+    records = records_of(unbroken)
     assert [r["written_problems"] for r in records] == [0, 0, 4, 4, 8]
     assert all(r["grad_norm"] > 0 for r in records)
     log = read_jsonl(place / "written.jsonl")
     assert set(log[0]["failed"]) <= {json.loads(line)["question"] for line in two}
     assert log[0]["seed"] != log[1]["seed"]
-    drawn = [s for s in read_jsonl(whole / "samples.jsonl") if "New" in s["prompt"]]
-    assert {s["step"] for s in drawn} & {3, 4, 5}
-    assert not {s["step"] for s in drawn} & {1, 2}
+    new_samples = [s for s in read_jsonl(unbroken / "samples.jsonl") if "New" in s["prompt"]]
+    assert {s["step"] for s in new_samples} & {3, 4, 5}
+    assert not {s["step"] for s in new_samples} & {1, 2}
     for steps in (3, 5):
         config = settings(place, parts, "lucky", *more, f"train.steps={steps}")
         train(config, echo=lambda line: None)
-    assert untimed(whole) == untimed(parts)
+    assert untimed(unbroken) == untimed(parts)
 
 
 @pytest.mark.slow
@@ -568,14 +573,14 @@ def test_episodes_test_problems_between_rounds(place, tmp_path, monkeypatch):
     monkeypatch.setattr(running, "write_report", lambda directory: directory)
     rounds = "objective={round_steps=2, attempts=3, hard=0.5, above=0.0}"
     more = ("method=deepsearch", rounds, "rewards={success={}}", "data.eval=", "tree.kind=none")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train(settings(place, whole, "lucky", *more, "train.steps=4"), echo=lambda line: None)
-    hard = [r["hard_problems"] for r in records_of(whole)]
+    unbroken, parts = tmp_path / "whole", tmp_path / "parts"
+    train(settings(place, unbroken, "lucky", *more, "train.steps=4"), echo=lambda line: None)
+    hard = [r["hard_problems"] for r in records_of(unbroken)]
     assert hard[0] == hard[1] >= hard[2] == hard[3] >= 1
     for steps in (2, 4):
         config = settings(place, parts, "lucky", *more, f"train.steps={steps}")
         train(config, echo=lambda line: None)
-    assert untimed(whole) == untimed(parts)
+    assert untimed(unbroken) == untimed(parts)
 
 
 def test_written_tasks_need_a_writer(place, tmp_path):
@@ -594,12 +599,12 @@ def test_what_an_environment_labels_is_trained_on(place, tmp_path, method):
         "rank_grpo": ("ranked_list", "data.length=2", "rewards={rank_1={}, rank_2={}}"),
     }[method]
     more = ("data.eval=", "train.steps=2", "data.turn_tokens=6", "log.samples_every=1", *env[1:])
-    named = f"data.env={env[0]}"
+    env_override = f"data.env={env[0]}"
     limits = ("data.max_prompt_tokens=400", "sampling.max_new_tokens=20", f"method={method}")
-    said = []
-    config = settings(place, tmp_path, "talk", named, *limits, "objective={}", *more)
-    train(config, echo=said.append)
-    lacking = [line for line in said if "the objective alone" in line]
+    lines = []
+    config = settings(place, tmp_path, "talk", env_override, *limits, "objective={}", *more)
+    train(config, echo=lines.append)
+    lacking = [line for line in lines if "the objective alone" in line]
     assert all("a judge of the notions" in line for line in lacking)  # of masa
     records = records_of(tmp_path)
     assert all(r["logprob_diff"] < 1e-4 for r in records)
@@ -643,11 +648,11 @@ def test_proofs_are_searched_by_an_expert_and_trained_on_again(place, tmp_path, 
     monkeypatch.setattr(running, "write_report", lambda directory: directory)
     coefficients = "objective={round_steps=2, restart_rounds=2, replayed=0.5, success=1.0}"
     more = (*SEARCHED, "method=bfs_prover", coefficients, "train.prompts=8", "rewards={success={}}")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    said = []
-    train(settings(place, whole, "talk", *more, "train.steps=5"), echo=said.append)
-    assert not [line for line in said if "the objective alone" in line]
-    records = records_of(whole)
+    unbroken, parts = tmp_path / "whole", tmp_path / "parts"
+    lines = []
+    train(settings(place, unbroken, "talk", *more, "train.steps=5"), echo=lines.append)
+    assert not [line for line in lines if "the objective alone" in line]
+    records = records_of(unbroken)
     assert all(r["search_leaves"] >= 32 for r in records)
     assert records[0]["replayed"] == 0 < records[-1]["replayed"]
     assert all(r["grad_norm"] > 0 for r in records)
@@ -656,34 +661,34 @@ def test_proofs_are_searched_by_an_expert_and_trained_on_again(place, tmp_path, 
         train(config, echo=lambda line: None)
     # Which copies of caches a search keeps depends on when environments answer (docs/runs.md), so
     # a resumed one draws the same tokens, and their probabilities differ by rounding.
-    for record, resumed in zip(untimed(whole), untimed(parts), strict=True):
+    for record, resumed in zip(untimed(unbroken), untimed(parts), strict=True):
         assert record == pytest.approx(resumed, rel=1e-4, abs=1e-6)
-    first, second = (read_jsonl(run / "samples.jsonl") for run in (whole, parts))
+    first, second = (read_jsonl(run / "samples.jsonl") for run in (unbroken, parts))
     assert [s["completion"] for s in first] == [s["completion"] for s in second]
 
 
 def test_a_search_of_turns_leaves_preferences_to_train_on(place, tmp_path):
     config = settings(place, tmp_path / "run", "talk", "data.turns=2", "sampling.max_new_tokens=60")
-    found = search_run(config, "beam", width=2)
-    assert found["problems"] == 3
-    assert found["turns"] == 2 * found["expansions"]
-    assert (found["env_errors"], found["step"]) == (0, 0)
+    summary = search_run(config, "beam", width=2)
+    assert summary["problems"] == 3
+    assert summary["turns"] == 2 * summary["expansions"]
+    assert (summary["env_errors"], summary["step"]) == (0, 0)
     one = search_run(config, "greedy", width=3, by="ratio")
     assert one["turns"] == 3 * one["expansions"] <= 3 * 2
     left = search_run(config, "puct", width=3, rounds=6, out=str(tmp_path / "rows"))
     rows = read_jsonl(tmp_path / "rows" / "siblings.jsonl")
     assert len(rows) == left["siblings"] > 0 == left["paths"]
-    whole = search_run(config, "best_of_n", width=3)
-    assert (whole["turns"], whole["expansions"]) == (3, 1)
+    best_of = search_run(config, "best_of_n", width=3)
+    assert (best_of["turns"], best_of["expansions"]) == (3, 1)
     with pytest.raises(UserError, match="--out: --search best_of_n plays complete episodes, which"):
         search_run(config, "best_of_n", out=str(tmp_path / "rows"))
     problems = ["What is 1 + 1?", "What is 2 + 2?"]
     with searching(config, "greedy", width=2) as solve:
-        said = solve(problems)
-        assert len(said) == 2
+        proofs = solve(problems)
+        assert len(proofs) == 2
         assert solve([]) == []
     with searching(config, "greedy", width=2) as solve:
-        assert solve(problems[:1]) + solve(problems[1:]) == said  # of what number it is alone
+        assert solve(problems[:1]) + solve(problems[1:]) == proofs  # of what number it is alone
     pairs = load_config(
         None,
         [
@@ -694,10 +699,10 @@ def test_a_search_of_turns_leaves_preferences_to_train_on(place, tmp_path):
             f"run.dir={json.dumps(str(tmp_path / 'pairs'))}",
         ],
     )
-    said = []
-    train(pairs, echo=said.append)
+    proofs = []
+    train(pairs, echo=proofs.append)
     assert all(r["grad_norm"] > 0 for r in records_of(tmp_path / "pairs"))
-    assert not [line for line in said if "the objective alone" in line]
+    assert not [line for line in proofs if "the objective alone" in line]
 
 
 SAMPLED = (
@@ -724,10 +729,10 @@ def test_a_search_at_evaluation_samples_what_training_samples(place, tmp_path, e
     with jax.set_mesh(run.mesh):
         key, params, _ = load_policy(run, None)
         with contextlib.closing(host_source(run, run.data.prompts["train"], 4)) as source:
-            asked = simple_request(key, {"policy": params}, 3, positions.astype(np.int32), 4)
-            searched_too = asked.asks[0].replace(tree=run.method.draw.search)
+            request = simple_request(key, {"policy": params}, 3, positions.astype(np.int32), 4)
+            searched_too = request.asks[0].replace(tree=run.method.draw.search)
             groups, shape = (
-                source.draw(asked.replace(asks=(searched_too,))),
+                source.draw(request.replace(asks=(searched_too,))),
                 source._shape._replace(group=4),
             )
         seeds = prompt_seeds(key, "sample", 3, positions)
@@ -740,10 +745,10 @@ def test_a_search_at_evaluation_samples_what_training_samples(place, tmp_path, e
         members = rows_of_players(members, 2)
         first = {s.player for row in members[0] for s in row.segments}
         assert first == {0, 1}
-    found, expected = to_rollout(members, shape).rollout, groups.rollout
+    rollout, expected = to_rollout(members, shape).rollout, groups.rollout
     for name in ("tokens", "lengths", "mask", "versions", "stop"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
-    np.testing.assert_allclose(found.sampler_logprobs, expected.sampler_logprobs, atol=1e-6)
+        np.testing.assert_array_equal(getattr(rollout, name), getattr(expected, name))
+    np.testing.assert_allclose(rollout.sampler_logprobs, expected.sampler_logprobs, atol=1e-6)
     contexts = np.asarray(groups.ids.get("context", 0)).max()
     assert (contexts > 0) == (shape.contexts > 1)
 
@@ -764,7 +769,7 @@ def test_a_stopped_run_resumes_bit_for_bit(place, tmp_path, monkeypatch, env, mo
     monkeypatch.setattr(running, "write_report", lambda directory: directory)
     more = (*more, "data.eval=", "train.steps=4", "optimizer.schedule=constant")
     train(settings(place, tmp_path / "whole", env, *more), echo=lambda line: None)
-    broken = settings(place, tmp_path / "broken", env, *more)
+    config = settings(place, tmp_path / "broken", env, *more)
     with monkeypatch.context() as patch:
         step = loops.Progress.step
 
@@ -775,8 +780,8 @@ def test_a_stopped_run_resumes_bit_for_bit(place, tmp_path, monkeypatch, env, mo
 
         patch.setattr(loops.Progress, "step", stop)
         with pytest.raises(KeyboardInterrupt, match="stopped after step 2; saved in"):
-            train(broken, echo=lambda line: None)
-    train(broken, echo=lambda line: None)
+            train(config, echo=lambda line: None)
+    train(config, echo=lambda line: None)
     timed = CLOCKS | BY_TIMING  # rows wait as long as their environment takes to answer
     mine, theirs = (
         [{k: v for k, v in r.items() if k not in timed} for r in records_of(tmp_path / name)]
@@ -804,8 +809,8 @@ PLAYERS = (
     ],
 )
 def test_each_player_is_a_row_and_may_be_a_policy_of_its_own(place, tmp_path, env, more):
-    named = env if ":" in env else f"{place}/own.py:{env}"
-    config = settings(place, tmp_path, "pair", f"data.env={json.dumps(named)}", *PLAYERS, *more)
+    spec = env if ":" in env else f"{place}/own.py:{env}"
+    config = settings(place, tmp_path, "pair", f"data.env={json.dumps(spec)}", *PLAYERS, *more)
     train(config, echo=lambda line: None)
     records = records_of(tmp_path)
     # Rows are scored by the policy that drew them, after updates that drive policies apart.
@@ -830,9 +835,9 @@ def debate(place):
 
 
 def test_the_coroutine_of_the_guide_is_trained_and_evaluated(place, tmp_path):
-    named = f"data.env={json.dumps(debate(place))}"
+    env_override = f"data.env={json.dumps(debate(place))}"
     more = ("data.turn_tokens=8", "sampling.max_new_tokens=300")
-    config = settings(place, tmp_path / "run", "talk", named, *more)
+    config = settings(place, tmp_path / "run", "talk", env_override, *more)
     assert train(config, echo=lambda line: None)["steps"] == 2
     records = records_of(tmp_path / "run")
     assert all(r["logprob_diff"] < 1e-4 for r in records)
@@ -841,8 +846,8 @@ def test_the_coroutine_of_the_guide_is_trained_and_evaluated(place, tmp_path):
     # The solver takes two turns and the critic one, in groups of their own; evaluation has all.
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
     assert {sum(t["by"] == "policy" for t in s["turns"]) for s in samples} == {1, 2, 3}
-    found = evaluate_run(config)
-    assert (found["turns"], found["failed"]) == (3, 0)
+    summary = evaluate_run(config)
+    assert (summary["turns"], summary["failed"]) == (3, 0)
 
 
 def test_an_episode_is_passed_in_python(place, tmp_path):
@@ -881,10 +886,10 @@ def test_a_run_is_evaluated_in_its_environment(place, tmp_path):
     config = settings(place, tmp_path / "run", "talk", "data.turns=1")
     assert train(config, echo=lambda line: None)["steps"] == 2
     assert [r["turns"] for r in records_of(tmp_path / "run")] == [8, 8]
-    found = evaluate_run(config)
-    assert found["turns"] == 1
-    assert found["success"] == pytest.approx(found["accuracy"])
-    assert found["failed"] == 0
+    summary = evaluate_run(config)
+    assert summary["turns"] == 1
+    assert summary["success"] == pytest.approx(summary["accuracy"])
+    assert summary["failed"] == 0
 
 
 def shipped(place, run, name, *more):
@@ -942,12 +947,12 @@ def test_shipped_configurations_of_environments_take_a_step(
     (record,) = records_of(tmp_path / "run")
     assert record["episodes"] == 4
     assert record["env_errors"] == record["env_timeouts"] == 0
-    found = evaluate_run(config)
-    assert {"success", "turns", "failed"} <= found.keys()
+    summary = evaluate_run(config)
+    assert {"success", "turns", "failed"} <= summary.keys()
     if name == "prover":
-        assert "tactic_errors" in found
+        assert "tactic_errors" in summary
     elif name != "textarena":
-        assert {"tool_calls", "tool_errors", "tool_structure_errors"} & found.keys()
+        assert {"tool_calls", "tool_errors", "tool_structure_errors"} & summary.keys()
 
 
 TASKSET = """
@@ -1000,7 +1005,7 @@ def test_a_run_with_tools_on_several_devices(place, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("env", "more", "said"),
+    ("env", "more", "message"),
     [
         ("talk", [], "data.turns is missing"),
         ("talk", ["data.turn=2"], "data.turn = 2: there is no such option"),
@@ -1051,8 +1056,8 @@ def test_a_run_with_tools_on_several_devices(place, tmp_path):
         ("talk", ["data.turns=2", "rewards={letters={}}"], "rewards.letters: the environment"),
     ],
 )
-def test_what_is_wrong_is_said_before_a_run_begins(place, tmp_path, env, more, said):
-    with pytest.raises(UserError, match=re.escape(said)):
+def test_what_is_wrong_is_said_before_a_run_begins(place, tmp_path, env, more, message):
+    with pytest.raises(UserError, match=re.escape(message)):
         train(settings(place, tmp_path / "run", env, *more), echo=lambda line: None)
     assert not (tmp_path / "run").exists()
     if env == "closed":  # what was made to be checked is ended, too

@@ -124,18 +124,18 @@ def end_after(step):
 def assert_ends_as_unbroken(directory, unbroken, steps):
     """The broken run ends bit-equal to an unbroken one, and has logged each step once."""
     full = unbroken(steps)
-    (step, broken), (same_step, unbroken) = leaves(directory), leaves(full)
+    (step, resumed), (same_step, unbroken) = leaves(directory), leaves(full)
     assert step == same_step == steps
-    assert broken.keys() == unbroken.keys()
-    assert len(broken) > 20
+    assert resumed.keys() == unbroken.keys()
+    assert len(resumed) > 20
     for name, leaf in unbroken.items():
-        assert np.array_equal(leaf, broken[name]), name
+        assert np.array_equal(leaf, resumed[name]), name
     assert steps_logged(directory) == list(range(1, steps + 1))
-    kept, all_ = (
+    completions, all_ = (
         [(s["step"], s["completion"]) for s in read_jsonl(d / "samples.jsonl")]
         for d in (directory, full)
     )
-    assert kept == all_
+    assert completions == all_
 
 
 @pytest.mark.parametrize(
@@ -146,11 +146,11 @@ def test_a_signal_ends_the_run_with_its_state_saved(tmp_path, number, unbroken):
     child = start(settings(run, ENDLESS))
     with child:
         wait_for_step(child, run, 13)
-        sent = time.monotonic()
+        signalled_at = time.monotonic()
         child.send_signal(number)
         _, err = child.communicate(timeout=60)
     assert child.returncode == 130
-    assert time.monotonic() - sent < 10
+    assert time.monotonic() - signalled_at < 10
     stopped = checkpoints(run).latest_step()
     assert stopped == last_step(run) >= 13
     assert f"stopped after step {stopped}; saved in {run / 'checkpoints'}" in err
@@ -244,9 +244,9 @@ def test_logs_that_a_full_disk_did_not_take_are_written_later(tmp_path, capsys, 
     run.mkdir()
     for name in ("metrics.jsonl", "samples.jsonl"):
         (run / name).symlink_to("/dev/full")
-    with pytest.raises(StorageError, match="step 2 is saved; `jrl train .*` resumes") as ended:
+    with pytest.raises(StorageError, match="step 2 is saved; `jrl train .*` resumes") as caught:
         go(run, "train.steps=2")
-    assert str(ended.value).count("No space left on device") == 1
+    assert str(caught.value).count("No space left on device") == 1
     assert not (run / "summary.json").exists()
     assert checkpoints(run).latest_step() == 2
     assert capsys.readouterr().err == ""
@@ -279,12 +279,14 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line_within_a_minute(tmp_path, 
         pytest.skip("no right to mount a file system")
     place = tmp_path / "disk"
     place.mkdir()
-    own = fills == "checkpoints"
-    changes = ("checkpoint.every=5", "checkpoint.keep=99") if own else ("checkpoint.every=0",)
+    on_checkpoints = fills == "checkpoints"
+    changes = (
+        ("checkpoint.every=5", "checkpoint.keep=99") if on_checkpoints else ("checkpoint.every=0",)
+    )
     script = DISK.format(
-        size="1300k" if own else "4m",
+        size="1300k" if on_checkpoints else "4m",
         place=place,
-        filler="" if own else FILLER.format(place=place),
+        filler="" if on_checkpoints else FILLER.format(place=place),
         python=sys.executable,
         settings=" ".join(map(shlex.quote, settings(place / "run", ENDLESS, *changes))),
     )
@@ -295,15 +297,15 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line_within_a_minute(tmp_path, 
         timeout=400,
         env=os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parents[2])},
     )
-    ended = time.time()
+    end = time.time()
     assert done.returncode == 4
     (line,) = done.stderr.splitlines()
     assert "earlier steps are unchanged; free disk space" in line
-    if own:
+    if on_checkpoints:
         assert re.search(r"; step \d+ is saved; `jrl train .*run` resumes from it$", line)
     else:
         assert line.endswith(f"no checkpoint is in {place / 'run'}")
-        assert ended - int((tmp_path / "disk.full").read_text()) < 60
+        assert end - int((tmp_path / "disk.full").read_text()) < 60
 
 
 def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path, monkeypatch):
@@ -441,9 +443,9 @@ def text_settings(text, run, function, *changes):
 def test_a_reward_that_hangs_scores_0_is_counted_and_holds_nothing_up(text, tmp_path):
     limit = "reward_pool.timeout_seconds=0.5"
     overrides = text_settings(text, tmp_path / "run", "hangs", limit, "train.steps=2")
-    began = time.monotonic()
+    start = time.monotonic()
     train(load_config(None, [*overrides, "log.samples_every=1"]), echo=lambda line: None)
-    assert time.monotonic() - began < 120
+    assert time.monotonic() - start < 120
     records = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
     assert [r["reward_timeouts"] for r in records] == [2, 2]  # one question, a group of two
     assert [r["reward"] for r in records] == [0.5, 0.5]
@@ -483,12 +485,12 @@ def test_a_reward_that_raises_saves_before_it_ends_the_run(text, tmp_path, monke
     (text / "raise").unlink(missing_ok=True)
     show = loops.Progress.step
 
-    def told(self, done, record):
+    def step(self, done, record):
         show(self, done, record)
         if done == 2:
             (text / "raise").touch()
 
-    monkeypatch.setattr(loops.Progress, "step", told)
+    monkeypatch.setattr(loops.Progress, "step", step)
     run = tmp_path / "run"
     config = load_config(None, text_settings(text, run, "raises_when_told", "train.steps=4"))
     with pytest.raises(UserError, match="raised RuntimeError: out of luck"):
@@ -520,13 +522,13 @@ def test_a_signal_during_a_reward_that_hangs_saves_the_step_before(text, tmp_pat
     (text / "hang").unlink(missing_ok=True)
     show = loops.Progress.step
 
-    def told(self, done, record):
+    def step(self, done, record):
         show(self, done, record)
         if done == 2:
             (text / "hang").touch()
             threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
 
-    monkeypatch.setattr(loops.Progress, "step", told)
+    monkeypatch.setattr(loops.Progress, "step", step)
     run = tmp_path / "run"
     overrides = text_settings(text, run, "hangs_when_told", "reward_pool.workers=0", ENDLESS)
     try:
@@ -549,11 +551,11 @@ def test_a_signal_while_a_reward_file_is_imported_ends_the_command(text, tmp_pat
             assert child.poll() is None, child.stderr.read()
             assert time.monotonic() < give_up
             time.sleep(0.02)
-        sent = time.monotonic()
+        signalled_at = time.monotonic()
         child.send_signal(signal.SIGHUP)
         _, err = child.communicate(timeout=60)
     assert child.returncode == 130
-    assert time.monotonic() - sent < 20
+    assert time.monotonic() - signalled_at < 20
     assert err == f"jrl: stopped; {tmp_path / 'run'} does not exist\n"
 
 
@@ -563,16 +565,16 @@ def test_a_reward_that_hangs_beyond_the_limit_saves_and_ends_the_run(text, tmp_p
     (text / "hang").unlink(missing_ok=True)
     show = loops.Progress.step
 
-    def told(self, done, record):
+    def step(self, done, record):
         show(self, done, record)
         if done == 2:
             (text / "hang").touch()
 
-    monkeypatch.setattr(loops.Progress, "step", told)
+    monkeypatch.setattr(loops.Progress, "step", step)
     run, lines = tmp_path / "run", []
     more = ("reward_pool.workers=0", "train.wait_seconds=3", ENDLESS)
     try:
-        with pytest.raises(Overdue) as ended:
+        with pytest.raises(Overdue) as caught:
             train(
                 load_config(None, text_settings(text, run, "hangs_when_told", *more)),
                 echo=lines.append,
@@ -582,7 +584,7 @@ def test_a_reward_that_hangs_beyond_the_limit_saves_and_ends_the_run(text, tmp_p
     assert re.fullmatch(
         r"waited too long for the rewards of step 3: \d s, 4 of 4 calls left; "
         rf"train.wait_seconds is the limit; step 2 is saved; `jrl train {run}` resumes from it",
-        str(ended.value),
+        str(caught.value),
     )
     assert any(x.startswith("waiting for the rewards of step 3: ") for x in lines)
     assert checkpoints(run).steps() == [2]

@@ -59,9 +59,9 @@ def shown_in(question):
     """The kind of the question, the problem and the answers that it shows, a token each."""
     kinds = {"Proposed answer:": 14, "Answer A:": 15, "attempt at it:": 16}
     (kind,) = [token for text, token in kinds.items() if text in question]
-    shown = [WORDS.index(x) for x in question.split("\n") if x in WORDS[6:]]
+    shares = [WORDS.index(x) for x in question.split("\n") if x in WORDS[6:]]
     (problem,) = [i for i in range(4) if f"q{i}" in question]
-    return np.array([kind, 10 + problem, *shown], np.int32)
+    return np.array([kind, 10 + problem, *shares], np.int32)
 
 
 def agreement_of(method, network):
@@ -79,7 +79,7 @@ def agreement_of(method, network):
     )
     common = {"network": network, "objective": method.objective, "optimizer": optax.adam(0.03)}
     step, state = jax.jit(make_step(**common)), init_state(jax.random.key(3), **common)
-    seen, words, cursor = [], [], 0
+    agreement, words, cursor = [], [], 0
     with jax.set_mesh(MESH):
         for i in range(STEPS):
             weights = policy_weights(state)
@@ -90,11 +90,11 @@ def agreement_of(method, network):
             first = np.asarray(batch.prompt_tokens)[:, 0]
             verdicts = np.isin(first, (14, 15)) & np.asarray(batch.members).any(axis=1)
             if verdicts.any():
-                seen.append(float(np.asarray(batch.rewards)[verdicts].mean()))
+                agreement.append(float(np.asarray(batch.rewards)[verdicts].mean()))
                 live = np.asarray(batch.mask)[verdicts]
                 replies = np.asarray(batch.tokens)[verdicts][live]
                 words.append(np.isin(replies, (2, 3, 4, 5)).mean())
-    return np.array(seen), np.array(words)
+    return np.array(agreement), np.array(words)
 
 
 def test_spark_teaches_the_policy_to_judge_its_own_answers(bag):
@@ -181,10 +181,10 @@ def test_a_verifier_learns_from_its_own_reward(place, tmp_path):
     (place / "half.py").write_text("def half(prompt, text):\n    return text in '45q?y'\n")
     reward = f"data.reward={json.dumps(str(place / 'half.py') + ':half')}"
     lines = ("objective.warmup=60", "train.steps=60", "optimizer.learning_rate=0.01")
-    seen = trained(settings(place, tmp_path, *TANGO, reward, *lines))
-    assert seen["agreement"][0] < 0.35
-    assert seen["agreement"][-10:].mean() > 0.4
-    halves = seen["outcome"][:30].mean(), seen["outcome"][30:].mean()
+    curves = trained(settings(place, tmp_path, *TANGO, reward, *lines))
+    assert curves["agreement"][0] < 0.35
+    assert curves["agreement"][-10:].mean() > 0.4
+    halves = curves["outcome"][:30].mean(), curves["outcome"][30:].mean()
     assert abs(halves[0] - halves[1]) < 0.1
 
 
@@ -204,6 +204,6 @@ def test_a_verifier_moves_in_its_own_turn_alone(place, tmp_path):
 
 def test_one_policy_is_solver_and_judge(place, tmp_path):
     """The same environment under grpo, a judge that is the policy itself."""
-    seen = trained(settings(place, tmp_path, "method=grpo", "objective.kl_coef=0"))
-    assert seen["agreement"][0] < 0.35
-    assert seen["agreement"][-10:].mean() > 0.7
+    curves = trained(settings(place, tmp_path, "method=grpo", "objective.kl_coef=0"))
+    assert curves["agreement"][0] < 0.35
+    assert curves["agreement"][-10:].mean() > 0.7

@@ -30,7 +30,7 @@ BASE = (
 
 
 class Ran:
-    """What a finished run returned and wrote."""
+    """Results and files of a finished run."""
 
     def __init__(self, directory, *changes):
         self.lines = []
@@ -220,10 +220,16 @@ def test_a_run_learns_from_another_runs_policy(tmp_path, no_report):
     wide = "model.config={layers=1, embed_dim=32, heads=2, kv_heads=1, head_dim=8, mlp_dim=32}"
     less = ("eval.every=0", "checkpoint.every=0", "eval.problems=4")
     teacher = Ran(tmp_path / "teacher", wide, *less, "train.steps=0", "warmup.steps=0")
-    named = f"frozen.teacher={json.dumps(str(teacher.dir))}"
+    teacher_override = f"frozen.teacher={json.dumps(str(teacher.dir))}"
     student = Ran(
         tmp_path / "student",
-        *("method=on_policy_distillation", named, *less, "warmup.steps=0", "train.steps=12"),
+        *(
+            "method=on_policy_distillation",
+            teacher_override,
+            *less,
+            "warmup.steps=0",
+            "train.steps=12",
+        ),
         "optimizer={name='adam', learning_rate=1e-2}",
     )
     assert finite(student.records)
@@ -275,5 +281,5 @@ def test_a_run_resumes_to_more_steps(meshes, bound, host, tmp_path, no_report):
     assert_same(host.records, more.records, bound)
     assert more.summary["accuracy_before"] == host.summary["accuracy_before"]
     assert more.summary["accuracy_after"] == host.summary["accuracy_after"]
-    kept, full = ([s for s in r.samples if "split" not in s] for r in (more, host))
-    assert [s for s in kept if s["step"] == 2] == [s for s in full if s["step"] == 2]
+    samples, full = ([s for s in r.samples if "split" not in s] for r in (more, host))
+    assert [s for s in samples if s["step"] == 2] == [s for s in full if s["step"] == 2]

@@ -73,11 +73,13 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("said", COMMANDS)
-def test_commands_refuse_what_cannot_fit(said):
-    with pytest.raises(UserError, match="this takes at least .* of memory, and there are") as found:
-        COMMANDS[said](load_config(None, list(TASK)))
-    assert str(found.value).startswith(said)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_refuse_what_cannot_fit(command):
+    with pytest.raises(
+        UserError, match="this takes at least .* of memory, and there are"
+    ) as caught:
+        COMMANDS[command](load_config(None, list(TASK)))
+    assert str(caught.value).startswith(command)
 
 
 def test_weights_of_data_that_repeat_a_source_beyond_memory():
@@ -110,7 +112,7 @@ def test_the_bytes_are_those_of_the_arrays():
 def test_parts_that_are_sampled_in_turn_and_groups_of_questions_are_counted(monkeypatch):
     """By hand: a batch of SPARK has 4 more groups and longer rows; a cache has 2 of 4 prompts."""
     sizes, model = [], ModelConfig(vocab_size=32, max_length=64, **SIZES)
-    monkeypatch.setattr(fits, "check_fits", lambda said, size, *rest, **more: sizes.append(size))
+    monkeypatch.setattr(fits, "check_fits", lambda message, size, *rest, **more: sizes.append(size))
     for name in ("check_weights", "check_held_models"):
         monkeypatch.setattr(fits, name, lambda run: None)
     lines = ("model.path=x", "data.train=a.jsonl", "sampling.max_new_tokens=5", "train.prompts=4")
@@ -150,7 +152,7 @@ def test_pass_at_k_of_a_million_completions_takes_no_time():
 
 def test_all_contexts_of_an_episode_are_counted(monkeypatch):
     sizes, space = [], types.SimpleNamespace
-    monkeypatch.setattr(fits, "check_fits", lambda said, size, *rest, **more: sizes.append(size))
+    monkeypatch.setattr(fits, "check_fits", lambda message, size, *rest, **more: sizes.append(size))
     for contexts in (1, 3):
         config = space(
             sampling=space(max_new_tokens=10, int8=(), slots=4),
@@ -166,7 +168,7 @@ JUDGE += ", max_tokens=24"
 
 
 @pytest.fixture(scope="module")
-def beside(tmp_path_factory):
+def models_directory(tmp_path_factory):
     """The sizes of a judge and of a reward model, without weights: nothing more is read."""
     root = tmp_path_factory.mktemp("beside")
     sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "head_dim": 8}
@@ -180,12 +182,13 @@ def beside(tmp_path_factory):
     return root
 
 
-def with_models(beside, *names):
+def with_models(models_directory, *names):
+    judge, reward = models_directory / "judge", models_directory / "reward"
     parts = {
-        "good": f"{{{JUDGE}, model='{beside / 'judge'}', at_once=5}}",
-        "again": f"{{{JUDGE}, model='{beside / 'judge'}', at_once=5}}",
+        "good": f"{{{JUDGE}, model='{judge}', at_once=5}}",
+        "again": f"{{{JUDGE}, model='{judge}', at_once=5}}",
         "own": f"{{{JUDGE}, model='policy', at_once=7}}",
-        "help": f"{{function='model', path=['{beside / 'reward'}', '{beside / 'reward'}']}}",
+        "help": f"{{function='model', path=['{reward}', '{reward}']}}",
     }
     chosen = ", ".join(f"{name}={parts[name]}" for name in names)
     return load_config(None, [*TASK, f"rewards={{verify={{}}, {chosen}}}"])
@@ -195,17 +198,17 @@ BLOCK = 16 * (2 + 2 * 1) * 8 + 2 * 8 * 16 + 3 * 16 * 32 + 2 * 16 + 2 * 8
 """Numbers of a layer: queries, keys, values; output; feed-forward; norms, those of heads too."""
 
 
-def test_judges_and_reward_models_are_counted_beside_the_policy(beside, monkeypatch):
+def test_judges_and_reward_models_are_counted_beside_the_policy(models_directory, monkeypatch):
     """By hand: float32 weights of 2 layers, an ensemble of two, one cache at a time."""
     trunk = 4 * (2 * BLOCK + 40 * 16 + 16)
-    config = with_models(beside, "good", "again", "own", "help")
+    config = with_models(models_directory, "good", "again", "own", "help")
     policy = ModelConfig(vocab_size=32, max_length=64, **SIZES)
-    good, again, own, help_ = held_models(config, parts_of(config), policy)
-    assert [each.weight_bytes() for each in (again, own)] == [0, 0]  # weights that are there
+    good, again, same_model, help_ = held_models(config, parts_of(config), policy)
+    assert [each.weight_bytes() for each in (again, same_model)] == [0, 0]  # weights that are there
     assert good.weight_bytes() == trunk + 4 * 40 * 16  # and the head
     assert help_.weight_bytes() == 2 * trunk  # a classifier has none
     assert good.working_bytes() == again.working_bytes() == 5 * (40 + 24) * 2 * 2 * 8 * 4
-    assert own.working_bytes() == 7 * (40 + 24) * 2 * 2 * 8 * 4
+    assert same_model.working_bytes() == 7 * (40 + 24) * 2 * 2 * 8 * 4
     assert help_.working_bytes() == 0
     halves = dict(UNDIVIDED) | {"fsdp": 2}
     assert good.weight_bytes(halves) < 0.6 * good.weight_bytes()
@@ -213,20 +216,20 @@ def test_judges_and_reward_models_are_counted_beside_the_policy(beside, monkeypa
     run = types.SimpleNamespace(config=config, rewards=parts_of(config), model=policy)
     run.network = transformer(policy)
     weights = sum(4 * x.size for x in jax.tree.leaves(jax.eval_shape(run.network.init, KEY)))
-    needed = weights + good.weight_bytes() + help_.weight_bytes() + own.working_bytes()
-    for least, refused in ((needed, False), (needed - 1, True)):
+    needed = weights + good.weight_bytes() + help_.weight_bytes() + same_model.working_bytes()
+    for least, too_small in ((needed, False), (needed - 1, True)):
         monkeypatch.setattr(fits, "available_bytes", lambda least=least: least)
-        if refused:
-            said = r"rewards.good and .* and rewards.help: the weights beside .* at_once"
-            with pytest.raises(UserError, match=said):
+        if too_small:
+            message = r"rewards.good and .* and rewards.help: the weights beside .* at_once"
+            with pytest.raises(UserError, match=message):
                 fits.check_held_models(run)
         else:
             fits.check_held_models(run)
 
 
-def test_a_run_is_refused_before_its_judge_is_loaded(beside, monkeypatch):
+def test_a_run_is_refused_before_its_judge_is_loaded(models_directory, monkeypatch):
     """No weights are there; reading them would be another error."""
     monkeypatch.setattr(fits, "_policy_bytes", lambda run: 1e18)
     monkeypatch.setattr(fits, "check_weights", lambda run: None)
     with pytest.raises(UserError, match="rewards.good: the weights beside the policy's with what"):
-        build.setup(with_models(beside, "good"))
+        build.setup(with_models(models_directory, "good"))

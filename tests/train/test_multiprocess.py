@@ -83,8 +83,8 @@ def start(command, devices):
     )
 
 
-def ended(running):
-    """What came of each process: (exit code, output)."""
+def results_of(running):
+    """Result of each process: (exit code, output)."""
     outputs = [process.communicate(timeout=240)[0] for process in running]
     return [(p.returncode, output) for p, output in zip(running, outputs, strict=True)]
 
@@ -94,7 +94,7 @@ def records(folder):
     return [json.loads(line) for line in lines]
 
 
-def drawn(folder):
+def samples_of(folder):
     """The kept samples of training; those of evaluations depend on where a run was broken."""
     lines = (folder / "samples.jsonl").read_text().splitlines()
     return [r for r in map(json.loads, lines) if r.get("split") != "eval"]
@@ -125,7 +125,7 @@ def test_two_processes_train_sample_save_and_resume_as_one_does(
     running.train(load_config(config, overrides), echo=lambda line: None)
     port = free_port()
     arguments = [[config, two, port, i, *changes] for i in range(2)]
-    for code, output in ended([start(["-c", HALVES, *map(str, a)], 4) for a in arguments]):
+    for code, output in results_of([start(["-c", HALVES, *map(str, a)], 4) for a in arguments]):
         assert code == 0, output
     header, *alone = records(one)
     assert header["device"]["processes"] == 1
@@ -138,7 +138,7 @@ def test_two_processes_train_sample_save_and_resume_as_one_does(
             assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
     ends = [json.loads((d / "summary.json").read_text())["accuracy_after"] for d in (one, two)]
     assert ends[0] == ends[1]
-    assert drawn(one) == drawn(two) != []
+    assert samples_of(one) == samples_of(two) != []
 
 
 HALF = """
@@ -167,7 +167,7 @@ def test_a_run_resumes_with_another_number_of_processes(counts, config, tmp_path
         port, devices = free_port(), 1 if alone else 8 // count
         arguments = [[config, run, port, count, i, steps, *changes] for i in range(count)]
         both = [start(["-c", HALF, *map(str, a)], devices) for a in arguments]
-        for code, output in ended(both):
+        for code, output in results_of(both):
             assert code == 0, output
     header, *resumed = records(run)
     assert [entry["step"] for entry in header["resumed"]] == [2]
@@ -175,7 +175,7 @@ def test_a_run_resumes_with_another_number_of_processes(counts, config, tmp_path
     for mine, theirs in zip(resumed, records(one)[1:], strict=True):
         for name in ("reward", "loss", "grad_norm", "length", "completion_tokens"):
             assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
-    assert drawn(run) == drawn(one) != []
+    assert samples_of(run) == samples_of(one) != []
 
 
 def test_processes_that_disagree_all_stop_with_one_message(config):
@@ -186,12 +186,12 @@ def test_processes_that_disagree_all_stop_with_one_message(config):
         start([*command, f"train.prompts={n}", *flags, f"--process={i}"], 4)
         for i, n in enumerate((8, 16))
     ]
-    found = ended(both)
-    says = [output[output.index("jrl: error:") :].splitlines()[:2] for _, output in found]
-    assert [code for code, _ in found] == [2, 2]
-    assert says[0] == says[1]
-    assert "the processes of this run disagree on their configuration" in says[0][0]
-    assert says[0][1].strip() == "train.prompts = 8 in process 0, 16 in process 1"
+    results = results_of(both)
+    errors = [output[output.index("jrl: error:") :].splitlines()[:2] for _, output in results]
+    assert [code for code, _ in results] == [2, 2]
+    assert errors[0] == errors[1]
+    assert "the processes of this run disagree on their configuration" in errors[0][0]
+    assert errors[0][1].strip() == "train.prompts = 8 in process 0, 16 in process 1"
     assert not folder.exists()
 
 
@@ -262,10 +262,10 @@ def test_processes_share_work_and_a_lost_one_ends_the_other_within_a_bounded_tim
             if not any(line.startswith("joined") for line in peer.stdout):
                 pytest.fail("a process ended before it had joined")
         begin = time.monotonic()
-        for lost, pair in enumerate(pairs):
-            pair[lost].send_signal(signal.SIGKILL)
-        for lost, pair in enumerate(pairs):
-            assert pair[1 - lost].wait(timeout=40) != 0
+        for number, pair in enumerate(pairs):
+            pair[number].send_signal(signal.SIGKILL)
+        for number, pair in enumerate(pairs):
+            assert pair[1 - number].wait(timeout=40) != 0
         assert time.monotonic() - begin < 30
     finally:
         for peer in [*pairs[0], *pairs[1]]:
@@ -274,19 +274,19 @@ def test_processes_share_work_and_a_lost_one_ends_the_other_within_a_bounded_tim
 
 
 @pytest.mark.parametrize(
-    ("env", "says"),
+    ("env", "message"),
     [
         ({"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1"}, "JAX_NUM_PROCESSES, JAX_PROCESS_ID missing"),
         ({"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES = 'two'; must be a whole number"),
     ],
 )
-def test_half_an_address_is_refused(env, says, monkeypatch):
+def test_half_an_address_is_refused(env, message, monkeypatch):
     from jrl.errors import UserError
     from jrl.system.processes import start as join
 
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=message):
         join()
 
 

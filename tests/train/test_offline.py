@@ -46,19 +46,19 @@ def test_values_learned_from_random_episodes_lean_the_policy_to_better_ones(name
     network = method.network(PLAIN)
     parts = {"network": network, "objective": method.objective, "optimizer": optax.adam(3e-3)}
     state, key = init_state(jax.random.key(0), **parts), jax.random.key(1)
-    made = {"task": ENV, "network": network, "parts": {"reward": 1.0}}
-    draw = functools.partial(episode_rollout, sampling_params=sampling_params, **made)
+    options = {"task": ENV, "network": network, "parts": {"reward": 1.0}}
+    draw = functools.partial(episode_rollout, sampling_params=sampling_params, **options)
     ids = jnp.arange(STARTS, dtype=jnp.int32)
-    asked = simple_request(key, policy_weights(state), jnp.int32(0), ids, GROUP)
-    groups = jax.jit(draw)(asked)
+    request = simple_request(key, policy_weights(state), jnp.int32(0), ids, GROUP)
+    groups = jax.jit(draw)(request)
     rows = groups.rollout, groups.rewards, jnp.ones(1), groups.ids, groups.stats
-    given = to_batch(*rows, sampled=True)
+    sampled_batch = to_batch(*rows, sampled=True)
     step = make_step(**parts, schedule=method.schedule)
 
     def one(state, number):
         chosen = jax.random.randint(jax.random.fold_in(key, number), (ROWS,), 0, STARTS)
-        part = jax.tree.map(lambda x: x[chosen], given.replace(reward_weights=None))
-        part = part.replace(reward_weights=given.reward_weights)
+        part = jax.tree.map(lambda x: x[chosen], sampled_batch.replace(reward_weights=None))
+        part = part.replace(reward_weights=sampled_batch.reward_weights)
         state, metrics = step(state, part, sampling_params)
         return state, metrics["loss"]
 
@@ -68,8 +68,8 @@ def test_values_learned_from_random_episodes_lean_the_policy_to_better_ones(name
 
     def solved(beta):
         leaning = get_method(name, beta=beta, **more).network(PLAIN)
-        played = jax.jit(functools.partial(held_out, network=leaning, **ask))
-        return float(played(key, state.params["policy"]).rewards[..., 0].mean())
+        run_heldout = jax.jit(functools.partial(held_out, network=leaning, **ask))
+        return float(run_heldout(key, state.params["policy"]).rewards[..., 0].mean())
 
     cloned, leaning = solved(0.0), solved(16.0)
     taught = float(groups.rewards[..., 0].mean())

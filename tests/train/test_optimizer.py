@@ -175,11 +175,11 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("said", WRONG)
-def test_a_wrong_key_is_named_before_anything_runs(said):
+@pytest.mark.parametrize("key", WRONG)
+def test_a_wrong_key_is_named_before_anything_runs(key):
     with pytest.raises(UserError) as caught:
-        make_optimizer(table(**WRONG[said]), 1)
-    assert f"optimizer.{said}" in str(caught.value)
+        make_optimizer(table(**WRONG[key]), 1)
+    assert f"optimizer.{key}" in str(caught.value)
 
 
 def test_a_function_of_ones_own(tmp_path):
@@ -199,9 +199,9 @@ def test_a_function_of_ones_own(tmp_path):
 
 
 def test_numbers_that_decide_shapes_are_not_swept():
-    made = make_optimizer(table(name="adafactor", min_dim_size_to_factor=4), 1)
-    assert made(0.1).init({"w": jnp.ones((8, 8))})
-    said = "optimizer = 'min_dim_size_to_factor'; choose from"
-    with pytest.raises(UserError, match=said) as caught:
-        made(0.1, min_dim_size_to_factor=jnp.float32(4))
+    optimizer_of = make_optimizer(table(name="adafactor", min_dim_size_to_factor=4), 1)
+    assert optimizer_of(0.1).init({"w": jnp.ones((8, 8))})
+    message = "optimizer = 'min_dim_size_to_factor'; choose from"
+    with pytest.raises(UserError, match=message) as caught:
+        optimizer_of(0.1, min_dim_size_to_factor=jnp.float32(4))
     assert "min_dim" not in str(caught.value).partition("choose from")[2]

@@ -1,4 +1,4 @@
-"""How many programs a run compiles before it is under way."""
+"""Number of programs that a run compiles before its first steps end."""
 
 from jrl.config import load_config
 from jrl.run.run import train

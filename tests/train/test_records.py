@@ -98,14 +98,14 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path, monkeypatch):
     def poisoned(run, shardings):
         step = make(run, shardings)
 
-        def broken(state, batch, sampling_params):
+        def poisoned_step(state, batch, sampling_params):
             state, metrics = step(state, batch, sampling_params)
             if int(state.step) == 3:
                 bad = jax.tree.map(lambda x: x + jnp.nan, state.params)
                 state = state.replace(params=bad)
             return state, metrics
 
-        return broken
+        return poisoned_step
 
     run, more = tmp_path / "run", ("train.steps=3", "checkpoint.every=2")
     with monkeypatch.context() as patch:
@@ -164,15 +164,15 @@ def test_the_best_evaluation_is_saved_and_the_last_one_counts(tmp_path, monkeypa
 
 
 def test_metrics_of_evaluations_are_checked_before_anything_is_compiled(tmp_path):
-    for asked, said in {
+    for override, message in {
         "checkpoint.best=eval/acuracy": r"checkpoint.best = 'eval/acuracy'; did you mean 'eval/acc",
         "checkpoint.best=-eval/lenght": r"checkpoint.best = 'eval/lenght'; did you mean 'eval/len",
         'watch={"eval/acuracy"={below=0.1}}': r"watch = 'eval/acuracy'; did you mean 'eval/acc",
     }.items():
-        with pytest.raises(UserError, match=said):
-            go(tmp_path / "run", asked, "eval.every=1", "train.steps=3")
+        with pytest.raises(UserError, match=message):
+            go(tmp_path / "run", override, "eval.every=1", "train.steps=3")
         with pytest.raises(UserError, match="needs evaluations between the steps; set eval.every"):
-            go(tmp_path / "run", asked, "train.steps=3")
+            go(tmp_path / "run", override, "train.steps=3")
     assert not (tmp_path / "run").exists()
 
 
@@ -247,10 +247,10 @@ def test_a_signal_during_the_report_ends_at_once_with_all_saved(tmp_path, monkey
         time.sleep(60)
 
     monkeypatch.setattr(running, "write_report", slow)
-    began = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         go(tmp_path / "run", "train.steps=1")
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - start < 60
     assert saved(tmp_path / "run") == [1]
     assert (tmp_path / "run" / "summary.json").exists()
 
@@ -292,9 +292,9 @@ def test_a_config_toml_that_was_edited_is_not_resumed(tmp_path):
         UserError,
         match=r"config.toml is not what the run began with: seed = 0 in the header of "
         "metrics.jsonl, 7 there; restore it, or delete",
-    ) as refused:
+    ) as caught:
         train(load_config(run / "config.toml", [f"run.dir={json.dumps(str(run))}"]))
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(caught.value)
     (run / "config.toml").write_text(before.replace("steps = 1\n", "steps = 2\n"))
     train(load_config(run / "config.toml"), echo=lambda line: None)  # what may differ
     assert steps_logged(run) == [1, 2]
@@ -311,11 +311,11 @@ def test_logs_that_cannot_be_written_end_the_run_and_lose_no_record(tmp_path, mo
             (run / name).symlink_to("/dev/full")
 
     at_step(monkeypatch, 1, fill)
-    with pytest.raises(StorageError, match="cannot be written .No space left on device") as ended:
+    with pytest.raises(StorageError, match="cannot be written .No space left on device") as caught:
         go(run, *more)
-    assert f"step 2 is saved; `jrl train {run}` resumes from it" in str(ended.value)
-    assert "\n" not in str(ended.value)
-    assert (saved(run), ended.value.exit_code) == ([2], 4)
+    assert f"step 2 is saved; `jrl train {run}` resumes from it" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert (saved(run), caught.value.exit_code) == ([2], 4)
     for name in files:
         (run / f"{name}.kept").replace(run / name)
     assert steps_logged(run) == [1]
@@ -397,14 +397,16 @@ def test_what_checkpoints_take_is_said_before_training(tmp_path, monkeypatch):
     more, lines = ("train.steps=1", "checkpoint.keep=3", "checkpoint.every=1"), []
     config = load_config(None, [*TASK, *more, f"run.dir={json.dumps(str(tmp_path / 'run'))}"])
     train(config, echo=lines.append)
-    (said,) = [line for line in lines if line.startswith("checkpoints: ")]
+    (line,) = [line for line in lines if line.startswith("checkpoints: ")]
     (stored,) = [p for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name.isdigit()]
-    written = sum(f.stat().st_size for f in (stored / "state").rglob("*") if f.parent.name == "d")
-    sizes = re.findall(r"([\d.]+) MB", said.replace(",", ""))  # and what is free, often in GB
+    bytes_written = sum(
+        f.stat().st_size for f in (stored / "state").rglob("*") if f.parent.name == "d"
+    )
+    sizes = re.findall(r"([\d.]+) MB", line.replace(",", ""))  # and what is free, often in GB
     each, needed = (float(x) * 1e6 for x in sizes[:2])
-    assert each / 2 - 1e5 < written < 2 * each + 1e5
+    assert each / 2 - 1e5 < bytes_written < 2 * each + 1e5
     assert needed == pytest.approx(2 * each, abs=1e5)  # the first and the last step's
-    assert "MB for 2 at a time" in said
+    assert "MB for 2 at a time" in line
 
     Room = collections.namedtuple("Room", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Room(10**9, 10**9, 1000))

@@ -30,9 +30,13 @@ GIB = float(1 << 30)
 
 
 def tables(**more):
-    given = {"model": {"config": SIZES}, "data": {"max_prompt_tokens": 64}, "mesh": {"data": 1}}
-    given |= {"sampling": {"group": 3, "max_new_tokens": 128}, "train": {"prompts": 4}}
-    return build_config(given | {"method": "grpo"} | more)
+    base_tables = {
+        "model": {"config": SIZES},
+        "data": {"max_prompt_tokens": 64},
+        "mesh": {"data": 1},
+    }
+    base_tables |= {"sampling": {"group": 3, "max_new_tokens": 128}, "train": {"prompts": 4}}
+    return build_config(base_tables | {"method": "grpo"} | more)
 
 
 def run_of(**more):
@@ -76,14 +80,14 @@ def test_with_little_memory_a_leaner_one_is_taken_and_none_that_is_clear_is_comp
 
 def test_what_is_close_is_compiled_at_most_twice(sizes):
     sizes |= {"elementwise": 90.0, "dots": 85.0, "mlp": 80.0, "full": 79.0}
-    run, asked = run_of(), []
+    run, policies_tried = run_of(), []
 
     def measure(candidate):
-        asked.append(candidate.config.model.remat)
-        return {"elementwise": math.inf, "dots": 84 * GIB}[asked[-1]]
+        policies_tried.append(candidate.config.model.remat)
+        return {"elementwise": math.inf, "dots": 84 * GIB}[policies_tried[-1]]
 
     choice = remat.choose(run, 81 * GIB, measure)
-    assert asked == ["elementwise", "dots"]
+    assert policies_tried == ["elementwise", "dots"]
     # By the count scaled as that of "dots" was, "mlp" leaves too little to spare.
     assert (choice.remat, round(choice.refused["mlp"] / GIB, 1)) == ("full", 79.1)
     assert not choice.compiled

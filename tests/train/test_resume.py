@@ -108,11 +108,11 @@ def test_a_stopped_run_resumes_bit_for_bit(kind, go, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt, match="stopped after step 2; saved in"):
         go(tmp_path / "broken", changes, stop_at=2)
     go(tmp_path / "broken", changes)
-    (records, samples, state), (mine, drawn, end) = (
+    (records, samples, state), (mine, their_samples, end) = (
         left(tmp_path / n) for n in ("whole", "broken")
     )
     assert mine == records
-    assert drawn == samples
+    assert their_samples == samples
     assert len({r["loss"] for r in records}) > 1
     assert len(state) > 20
     assert end.keys() == state.keys()

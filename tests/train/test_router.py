@@ -48,9 +48,9 @@ OBJECTIVE = get_method("reinforce").objective
 
 
 def params(seed=0):
-    drawn = NETWORK.init(jax.random.key(seed))
-    drawn["layers"]["experts"]["router"] *= 3  # so that it matters where a token goes
-    return drawn
+    weights = NETWORK.init(jax.random.key(seed))
+    weights["layers"]["experts"]["router"] *= 3  # so that it matters where a token goes
+    return weights
 
 
 @cache
@@ -72,27 +72,27 @@ def rollout(slots=0):
         np.int32(0),
         np.arange(N),
     )
-    drawn, _ = jax.jit(sample)(jax.random.key(1), params(), *args)
-    return jax.device_get(drawn)
+    sampled, _ = jax.jit(sample)(jax.random.key(1), params(), *args)
+    return jax.device_get(sampled)
 
 
-def batch(drawn=None):
-    drawn = drawn or rollout()
-    rewards = np.random.default_rng(1).normal(size=(*drawn.lengths.shape, 1)).astype(np.float32)
-    return jax.device_get(to_batch(drawn, rewards, np.ones(1, np.float32)))
+def batch(sampled=None):
+    sampled = sampled or rollout()
+    rewards = np.random.default_rng(1).normal(size=(*sampled.lengths.shape, 1)).astype(np.float32)
+    return jax.device_get(to_batch(sampled, rewards, np.ones(1, np.float32)))
 
 
 # ---------------------------------------------------------------- what the sampler records
 
 
 @contextlib.contextmanager
-def spied(seen):
+def spying(experts):
     """Every routing decided while a program runs goes into a list, in order."""
     real = moe.route
 
     def spy(logits, **options):
         routing = real(logits, **options)
-        jax.debug.callback(lambda e: seen.append(np.asarray(e)), routing.experts, ordered=True)
+        jax.debug.callback(lambda e: experts.append(np.asarray(e)), routing.experts, ordered=True)
         return routing
 
     moe.route = spy
@@ -103,39 +103,39 @@ def spied(seen):
         moe.route = real
 
 
-def whole_sequences(drawn):
+def whole_sequences(sampled):
     """Prompt and completion end to end: tokens [N * G, P + T], lengths."""
     tokens, lengths = np.zeros((N * G, P + T), np.int32), np.zeros(N * G, np.int32)
     for i in range(N * G):
         n, g = divmod(i, G)
-        p, t = drawn.prompt_lengths[n], drawn.lengths[n, g]
-        both = np.concatenate([drawn.prompt_tokens[n, :p], drawn.tokens[n, g, :t]])
+        p, t = sampled.prompt_lengths[n], sampled.lengths[n, g]
+        both = np.concatenate([sampled.prompt_tokens[n, :p], sampled.tokens[n, g, :t]])
         tokens[i, : p + t], lengths[i] = both, p + t
     return tokens, lengths
 
 
 def test_the_record_is_where_the_router_sends_whole_sequences():
-    drawn, queued = rollout(), rollout(slots=5)
-    assert len(set(drawn.lengths.reshape(-1))) > 2
-    tokens, lengths = whole_sequences(drawn)
+    unqueued, queued = rollout(), rollout(slots=5)
+    assert len(set(unqueued.lengths.reshape(-1))) > 2
+    tokens, lengths = whole_sequences(unqueued)
     positions = np.broadcast_to(np.arange(P + T, dtype=np.int32), tokens.shape)
     segments = (positions < lengths[:, None]).astype(np.int32)
-    seen = []
-    with spied(seen):
+    experts = []
+    with spying(experts):
         hidden = jax.jit(NETWORK.hidden)(params(), tokens, positions, segments)
         jax.block_until_ready(hidden)
-    expected = np.stack([x.reshape(*tokens.shape, K) for x in seen], axis=2)
+    expected = np.stack([x.reshape(*tokens.shape, K) for x in experts], axis=2)
     assert expected.shape[2] == sum(CONFIG.sparse)
     for i in range(N * G):
         n, g = divmod(i, G)
-        p, t = drawn.prompt_lengths[n], drawn.lengths[n, g]
-        of_prompt, of_tokens = drawn.routing.prompts[n], drawn.routing.tokens[n, g]
+        p, t = unqueued.prompt_lengths[n], unqueued.lengths[n, g]
+        of_prompt, of_tokens = unqueued.routing.prompts[n], unqueued.routing.tokens[n, g]
         np.testing.assert_array_equal(of_prompt[: p - 1], expected[i, : p - 1])
         np.testing.assert_array_equal(of_tokens[:t], expected[i, p - 1 : p - 1 + t])
         assert (of_prompt[p - 1 :] == -1).all()
         assert (of_tokens[t:] == -1).all()
-    jax.tree.map(np.testing.assert_array_equal, drawn.routing, queued.routing)
-    assert drawn.routing.tokens.dtype == np.int8
+    jax.tree.map(np.testing.assert_array_equal, unqueued.routing, queued.routing)
+    assert unqueued.routing.tokens.dtype == np.int8
 
 
 def test_many_experts_are_recorded_in_16_bits():
@@ -147,15 +147,15 @@ def test_many_experts_are_recorded_in_16_bits():
 
 
 def test_members_that_nobody_sampled_have_no_record():
-    drawn = rollout()
+    sampled = rollout()
     ones = np.full(N, 4, np.int32)
     reported = demonstration_rollout(
-        drawn.prompt_tokens, drawn.prompt_lengths, drawn.tokens[:, 0], ones, ones > 0, 1
+        sampled.prompt_tokens, sampled.prompt_lengths, sampled.tokens[:, 0], ones, ones > 0, 1
     )
-    joined = join_members([drawn, reported])
-    np.testing.assert_array_equal(joined.routing.tokens[:, :G], drawn.routing.tokens)
+    joined = join_members([sampled, reported])
+    np.testing.assert_array_equal(joined.routing.tokens[:, :G], sampled.routing.tokens)
     assert (joined.routing.tokens[:, G:] == -1).all()
-    np.testing.assert_array_equal(joined.routing.prompts, drawn.routing.prompts)
+    np.testing.assert_array_equal(joined.routing.prompts, sampled.routing.prompts)
     assert join_members([reported, reported]).routing is None
 
 
@@ -181,9 +181,9 @@ def scored():
 
 def elsewhere():
     """Weights whose routers would send many tokens to other experts."""
-    moved = params()
+    weights = params()
     other = NETWORK.init(jax.random.key(9))
-    return jax.tree.map(lambda a, b: a + 0.3 * b, moved, other)
+    return jax.tree.map(lambda a, b: a + 0.3 * b, weights, other)
 
 
 def test_replay_changes_nothing_where_the_weights_are_the_samplers():
@@ -200,20 +200,20 @@ def test_replay_changes_nothing_where_the_weights_are_the_samplers():
 
 
 def test_training_visits_the_recorded_experts_whatever_its_own_router_says():
-    rows, seen = batch(), []
-    with spied(seen):
+    rows, experts = batch(), []
+    with spying(experts):
         packed_rows = jax.jit(shared_rows)(rows)
         hidden, sums = jax.jit(NETWORK.extras.hidden_shared)(elsewhere(), packed_rows)
         jax.block_until_ready(hidden)
     assert float(sums["router_moved"].sum()) > 10
     inside = np.asarray(packed_rows.segments) != 0
     prompts = np.arange(P) < np.asarray(packed_rows.prompt_lengths).reshape(N, 1)
-    for layer, (of_prompts, of_rows) in enumerate(zip(seen[::2], seen[1::2], strict=True)):
+    for layer, (of_prompts, of_rows) in enumerate(zip(experts[::2], experts[1::2], strict=True)):
         record = rows.routing.prompts[:, :, layer]
         np.testing.assert_array_equal(of_prompts.reshape(N, P, K)[prompts], record[prompts])
         record = rows.routing.tokens.reshape(N * G, T, -1, K)[:, :, layer]
         np.testing.assert_array_equal(of_rows.reshape(N * G, T, K)[inside], record[inside])
-    assert len(seen) == 2 * sum(CONFIG.sparse)
+    assert len(experts) == 2 * sum(CONFIG.sparse)
 
 
 @pytest.mark.slow
@@ -240,8 +240,8 @@ def test_the_router_learns_through_a_replayed_routing():
 
     def along(step):
         experts = at["layers"]["experts"]
-        moved = {**experts, "router": experts["router"] + step * slope / size}
-        return float(loss({**at, "layers": {**at["layers"], "experts": moved}}))
+        along_gradient = {**experts, "router": experts["router"] + step * slope / size}
+        return float(loss({**at, "layers": {**at["layers"], "experts": along_gradient}}))
 
     np.testing.assert_allclose((along(1e-2) - along(-1e-2)) / 2e-2, size, rtol=2e-2)
 
@@ -283,7 +283,7 @@ def test_a_step_reports_its_routers_and_adds_their_losses():
 
 def test_a_batch_without_the_routing_to_replay_is_refused():
     tokens, lengths = np.full((N, T), 2, np.int32), np.full(N, T, np.int32)
-    asked = tokens[:, :P], np.full(N, P, np.int32)
-    unsampled = demonstration_rollout(*asked, tokens, lengths, lengths > 0, G)
+    prompt_part = tokens[:, :P], np.full(N, P, np.int32)
+    unsampled = demonstration_rollout(*prompt_part, tokens, lengths, lengths > 0, G)
     with pytest.raises(UserError, match="objective.router_replay = true: the batch does not say"):
         stepped(batch(unsampled), router=RouterTraining(replay=True))

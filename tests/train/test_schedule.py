@@ -64,8 +64,8 @@ def test_a_change_is_made_when_it_is_due(bag, bag_params, batch, quick_jit, on, 
 
 def test_a_change_sees_the_state_before_the_step_and_the_batch(bag, bag_params, batch, quick_jit):
     def apply(state, view):
-        seen = view.before.step + jnp.float32(view.batch.tokens.shape[0])
-        return state.replace(params=jax.tree.map(lambda x: 0 * x + seen, state.params))
+        value = view.before.step + jnp.float32(view.batch.tokens.shape[0])
+        return state.replace(params=jax.tree.map(lambda x: 0 * x + value, state.params))
 
     states = states_of(bag, bag_params, batch, quick_jit, 2, (After(apply, every(1)),))
     values = [float(jax.tree.leaves(state.params)[0].ravel()[0]) for state in states[1:]]

@@ -71,8 +71,8 @@ def alone(network, params, batch):
     """[N][G] logits before each completion token, from each sequence alone."""
 
     @jax.jit
-    def run(params, *laid):
-        return network.logits(params, network.hidden(params, *laid)[0])
+    def run(params, *inputs):
+        return network.logits(params, network.hidden(params, *inputs)[0])
 
     n, g, _ = batch.tokens.shape
     out = []
@@ -86,26 +86,26 @@ def alone(network, params, batch):
 def test_against_single_sequences(scored, alone, batch, sampling_params):
     stats = scored(sampling_params)
     assert set(stats) == BOTH
-    seen_dropped = False
+    any_dropped = False
     for i, group in enumerate(alone):
         for j, logits in enumerate(group):
             for t, x in enumerate(logits):
                 token = int(batch.tokens[i, j, t])
                 x = x / float(sampling_params.temperature)
-                kept = np.ones(len(x), bool)
+                in_support = np.ones(len(x), bool)
                 if sampling_params.truncates:
                     order = np.argsort(-x)[:9]
                     p = np.exp(x[order] - x.max())
                     p /= p.sum()
                     order = order[np.cumsum(p) - p < 0.9]
-                    kept = np.isin(np.arange(len(x)), order) & (x - x.max() >= np.log(0.01))
-                    seen_dropped |= not kept[token]
-                    kept[token] = True
-                total = np.log(np.exp(x[kept]).sum())
-                p = np.exp(x[kept] - total)
+                    in_support = np.isin(np.arange(len(x)), order) & (x - x.max() >= np.log(0.01))
+                    any_dropped |= not in_support[token]
+                    in_support[token] = True
+                total = np.log(np.exp(x[in_support]).sum())
+                p = np.exp(x[in_support] - total)
                 assert stats["logprobs"][i, j, t] == pytest.approx(x[token] - total, abs=1e-5)
                 assert stats["entropy"][i, j, t] == pytest.approx(-(p * np.log(p)).sum(), abs=1e-5)
-    assert seen_dropped == sampling_params.truncates
+    assert any_dropped == sampling_params.truncates
 
 
 def test_rows_lay_prompt_and_completion_side_by_side(batch):
@@ -190,15 +190,15 @@ def test_a_prompt_read_once_gives_the_same_numbers_and_gradients(network, params
     calls = []
 
     def gradient(network):
-        spied = network._replace(hidden=lambda *args: calls.append(1) or network.hidden(*args))
+        spy = network._replace(hidden=lambda *args: calls.append(1) or network.hidden(*args))
 
         def loss(heads):
-            value = make(spied)
+            value = make(spy)
             stats = score(
                 heads,
                 batch,
                 DISTRIBUTIONS["cold"],
-                network=spied,
+                network=spy,
                 value=value,
                 want=want,
                 statistics=(HIDDEN,),
@@ -267,21 +267,21 @@ def test_packed_rows_give_the_same_numbers_and_gradients(network, params, make_b
 
 def branching(rng, group, width):
     """Members that leave others, and branches of branches: tokens, lengths, node, mask."""
-    paths, drawn = [], 0
+    paths, tokens_so_far = [], 0
     for g in range(group):
         past = paths[rng.integers(g)] if g and rng.random() < 0.8 else []
         past = past[: rng.integers(len(past))] if past else []
-        own = rng.integers(1, width + 1 - len(past))
-        paths.append([*past, *range(drawn, drawn + own)])
-        drawn += own
-    through = [tuple(g for g in range(group) if i in paths[g]) for i in range(drawn)]
-    names = {who: k for k, who in enumerate(dict.fromkeys(through), 1)}
+        length = rng.integers(1, width + 1 - len(past))
+        paths.append([*past, *range(tokens_so_far, tokens_so_far + length)])
+        tokens_so_far += length
+    through = [tuple(g for g in range(group) if i in paths[g]) for i in range(tokens_so_far)]
+    names = {members: k for k, members in enumerate(dict.fromkeys(through), 1)}
     tokens, node, mask = np.zeros((3, group, width), np.int32)
-    ids, seen = rng.integers(0, 9, drawn), set()
+    ids, used = rng.integers(0, 9, tokens_so_far), set()
     for g, path in enumerate(paths):
         for t, i in enumerate(path):
-            tokens[g, t], node[g, t], mask[g, t] = ids[i], names[through[i]], i not in seen
-            seen.add(i)
+            tokens[g, t], node[g, t], mask[g, t] = ids[i], names[through[i]], i not in used
+            used.add(i)
     return tokens, np.array([len(path) for path in paths]), node, mask.astype(bool)
 
 
@@ -357,14 +357,14 @@ def test_the_head_in_chunks(network, params, monkeypatch, at_once):
     weights = jax.random.normal(jax.random.key(2), (2, 8, 5))
     sizes = []
 
-    def spied(params, hidden):
+    def count_logits(params, hidden):
         sizes.append(hidden.shape[:2])
         return network.logits(params, hidden)
 
     def run(limit):
         sizes.clear()
         monkeypatch.setattr(module, "_LOGITS_AT_ONCE", limit)
-        spy = network._replace(logits=spied).with_extras(head=None)
+        spy = network._replace(logits=count_logits).with_extras(head=None)
 
         def loss(params, hidden):
             stats = head_statistics(
@@ -419,11 +419,13 @@ def test_a_head_that_is_walked_over_equals_one_that_is_not(network, params):
         (make_sampling_params(0.0), (surprise,)),
         (DISTRIBUTIONS["truncated"], ()),
     ):
-        found = run(network, sampling_params, statistics)
+        outputs = run(network, sampling_params, statistics)
         expected = run(network.with_extras(head=None), sampling_params, statistics)
-        assert set(found) == set(expected) == BOTH | {"ref_logprobs"} | {s.name for s in statistics}
-        for name in found:
-            np.testing.assert_allclose(found[name], expected[name], atol=1e-5, err_msg=name)
+        assert (
+            set(outputs) == set(expected) == BOTH | {"ref_logprobs"} | {s.name for s in statistics}
+        )
+        for name in outputs:
+            np.testing.assert_allclose(outputs[name], expected[name], atol=1e-5, err_msg=name)
 
 
 def test_many_scores_are_not_kept(network, monkeypatch):
@@ -441,8 +443,8 @@ def test_many_scores_are_not_kept(network, monkeypatch):
                 "sampling_params": DISTRIBUTIONS["cold"],
                 "want": BOTH,
             }
-            found = head_statistics({"policy": weight}, {"policy": hidden}, tokens, **policy)
-            return found["logprobs"].sum() + found["entropy"].sum()
+            outputs = head_statistics({"policy": weight}, {"policy": hidden}, tokens, **policy)
+            return outputs["logprobs"].sum() + outputs["entropy"].sum()
 
         compiled = jax.jit(jax.grad(loss, (0, 1))).lower(*inputs).compile()
         return compiled.memory_analysis().temp_size_in_bytes
@@ -452,10 +454,10 @@ def test_many_scores_are_not_kept(network, monkeypatch):
 
 def test_only_what_is_wanted(network, params, batch):
     both = {"policy": params, "value": None}
-    seen = []
+    shapes = []
 
     def apply(value_params, hidden, tokens, positions, segments):
-        seen.append(hidden.shape)
+        shapes.append(hidden.shape)
         return positions.astype(jnp.float32)
 
     value = ValueNetwork(init=lambda key: None, axes=lambda: None, apply=apply)
@@ -466,7 +468,7 @@ def test_only_what_is_wanted(network, params, batch):
         )
 
     assert set(run(frozenset({"logprobs"}))) == {"logprobs"}
-    assert seen == []
+    assert shapes == []
     stats = run(frozenset({"values"}))
     assert set(stats) == {"values"}
     # The value of a token is read at the position before it.
@@ -556,8 +558,8 @@ def test_of_a_teacher_s_likeliest_tokens_the_backward_pass_keeps_2_k_and_1_numbe
         return stats[statistic.name].sum()
 
     jax.ad_checkpoint.print_saved_residuals(partial(loss, k=5), weights, weights, states)
-    kept = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    sizes = [tuple(map(int, re.findall(r"[0-9]+", x.partition("[")[2]))) for x in kept]
+    residuals = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    sizes = [tuple(map(int, re.findall(r"[0-9]+", x.partition("[")[2]))) for x in residuals]
     by_token = [s for s in sizes if np.prod(s, dtype=int) % 24 == 0 and s[-1:] in ((5,), (32,))]
     assert len([s for s in by_token if s[-1] == 5]) == 2, "log-probabilities and ids"
     assert not [s for s in by_token if s[-1] == 32], sizes
@@ -570,20 +572,20 @@ def test_of_a_teacher_s_likeliest_tokens_the_backward_pass_keeps_2_k_and_1_numbe
 def test_several_outputs_are_those_of_one_each(network, params, batch, make):
     """Three numbers for a token, by a head, a network and a network each."""
     value, one = make(network, 3), value_head if make is value_head else value_network
-    own = jax.tree.map(
+    value_params = jax.tree.map(
         lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape),
         value.init(jax.random.key(1)),
     )
 
     def part(k):
         if make is value_networks:
-            return jax.tree.map(lambda x: x[k], own)
-        head = own if make is value_head else own["head"]
+            return jax.tree.map(lambda x: x[k], value_params)
+        head = value_params if make is value_head else value_params["head"]
         picked = {"weight": head["weight"][:, k], "bias": head["bias"][k]}
-        return picked if make is value_head else own | {"head": picked}
+        return picked if make is value_head else value_params | {"head": picked}
 
-    def run(value, own, statistics=()):
-        trees = {"policy": params, "value": own}
+    def run(value, value_params, statistics=()):
+        trees = {"policy": params, "value": value_params}
         want = frozenset({"values"})
         plain = make_sampling_params()
         scoring = partial(
@@ -591,7 +593,7 @@ def test_several_outputs_are_those_of_one_each(network, params, batch, make):
         )
         return jax.jit(scoring)(trees, batch, plain)
 
-    got = run(value, own, [value_output(1), value_output(2, start=True)])
+    got = run(value, value_params, [value_output(1), value_output(2, start=True)])
     assert set(got) == {"values", "values_1", "rollout_values_2"}
     live = np.asarray(batch.mask)
     for k, name in enumerate(("values", "values_1", "rollout_values_2")):
@@ -602,4 +604,4 @@ def test_several_outputs_are_those_of_one_each(network, params, batch, make):
     assert np.abs(np.asarray(got["values"] - got["values_1"])[live]).max() > 1e-3
     is_names = lambda x: type(x) is tuple  # noqa: E731
     ranks = jax.tree.map(len, value.axes(), is_leaf=is_names)
-    assert ranks == jax.tree.map(jnp.ndim, own)
+    assert ranks == jax.tree.map(jnp.ndim, value_params)

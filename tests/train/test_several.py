@@ -63,8 +63,8 @@ def test_each_policy_draws_for_its_player_and_is_trained_on_that_players_groups(
     make, _ = programs.state_layout(run)
     state = jax.jit(make)(jax.random.key(0), None, {})
     state = state.replace(params=far_apart(state.params))
-    made = {"task": run.task, "network": run.network, "parts": {"reward": 1.0}}
-    draw = jax.jit(functools.partial(episode_rollout, slots=8, **made))
+    options = {"task": run.task, "network": run.network, "parts": {"reward": 1.0}}
+    draw = jax.jit(functools.partial(episode_rollout, slots=8, **options))
     step = jax.jit(programs.make_train_step(run))
     parts = {"objective": run.method.objective, "optimizer": run.optimizer}
     alone = jax.jit(
@@ -73,30 +73,32 @@ def test_each_policy_draws_for_its_player_and_is_trained_on_that_players_groups(
     ids, weights, sampling_params = jnp.arange(6, dtype=jnp.int32), jnp.ones(1), run.sampling_params
     for number in (0, 2):  # policies have swapped players at the second
         state = state.replace(step=jnp.int32(number))
-        asked = simple_request(state.key, policy_weights(state), state.step, ids, 6)
-        drawn = draw(asked, sampling_params=sampling_params)
-        rows = drawn.rollout, drawn.rewards, weights, drawn.ids, drawn.stats
+        request = simple_request(state.key, policy_weights(state), state.step, ids, 6)
+        groups = draw(request, sampling_params=sampling_params)
+        rows = groups.rollout, groups.rewards, weights, groups.ids, groups.stats
         batch = to_batch(*rows, sampled=True)
         after, metrics = step(state, batch, sampling_params)
         assert metrics["logprob_diff"] < 1e-5
-        divided, found = divided_batch(batch, policies, number), []
+        divided, metrics_apart = divided_batch(batch, policies, number), []
         for policy in range(2):
             part, player = one_of(divided, policy), (policy - number // 2) % 2
             # Of a start's two groups the one of this player.
             np.testing.assert_array_equal(part.mask, batch.mask[player::2])
             assert (part.ids["role"][part.mask] == player).all()
             names = ("params", "opt_state", "method")
-            own = {name: one_of(getattr(state, name), policy) for name in names}
-            expected, told = alone(state.replace(**own), part, sampling_params)
+            parts_of_state = {name: one_of(getattr(state, name), policy) for name in names}
+            expected, metrics_alone = alone(state.replace(**parts_of_state), part, sampling_params)
             jax.tree.map(
                 functools.partial(np.testing.assert_allclose, atol=1e-6, rtol=1e-5),
                 one_of((after.params, after.opt_state), policy),
                 (expected.params, expected.opt_state),
             )
-            found.append(told)
-        assert metrics["policy_rewards"].tolist() == [float(x["reward"]) for x in found]
+            metrics_apart.append(metrics_alone)
+        assert metrics["policy_rewards"].tolist() == [float(x["reward"]) for x in metrics_apart]
         for name in SUMMED:
-            assert metrics.get(name) == (sum(x[name] for x in found) if name in metrics else None)
+            assert metrics.get(name) == (
+                sum(x[name] for x in metrics_apart) if name in metrics else None
+            )
         assert int(after.step) == number + 1
         # Scored by each other, they differ from what was drawn.
         wrong = state.replace(params=jax.tree.map(lambda x: x[::-1], state.params))
@@ -109,16 +111,16 @@ def test_a_frozen_copy_plays_and_is_renewed_in_time():
     make, _ = programs.state_layout(run)
     state = jax.jit(make)(jax.random.key(0), None, {})
     state = state.replace(params=far_apart(state.params))
-    made = {"task": run.task, "network": run.network, "parts": {"reward": 1.0}}
-    draw = functools.partial(episode_rollout, slots=8, **made)
+    options = {"task": run.task, "network": run.network, "parts": {"reward": 1.0}}
+    draw = functools.partial(episode_rollout, slots=8, **options)
     ids, sampling_params = jnp.arange(6, dtype=jnp.int32), run.sampling_params
     step = programs.make_train_step(run)
 
     @jax.jit
     def both(state):
-        asked = simple_request(state.key, policy_weights(state), state.step, ids, 6)
-        drawn = draw(asked, sampling_params=sampling_params)
-        rows = drawn.rollout, drawn.rewards, jnp.ones(1), drawn.ids, drawn.stats
+        request = simple_request(state.key, policy_weights(state), state.step, ids, 6)
+        groups = draw(request, sampling_params=sampling_params)
+        rows = groups.rollout, groups.rewards, jnp.ones(1), groups.ids, groups.stats
         batch = to_batch(*rows, sampled=True)
         return *step(state, batch, sampling_params), batch
 
@@ -127,9 +129,9 @@ def test_a_frozen_copy_plays_and_is_renewed_in_time():
         before, (state, metrics, batch) = state, both(state)
         first, other = (one_of(state.params, i) for i in range(2))
         assert metrics["logprob_diff"] < 1e-5
-        own = [batch.score()[i::2] for i in range(2)]
+        scores = [batch.score()[i::2] for i in range(2)]
         living = [batch.members[i::2] for i in range(2)]
-        means = [(x * m).sum() / max(m.sum(), 1) for x, m in zip(own, living, strict=True)]
+        means = [(x * m).sum() / max(m.sum(), 1) for x, m in zip(scores, living, strict=True)]
         np.testing.assert_allclose(metrics["policy_rewards"], means, rtol=1e-6)
         changed = jax.tree.map(lambda a, b: (a != b).any(), first, one_of(before.params, 0))
         assert any(jax.tree.leaves(changed))
@@ -167,8 +169,8 @@ def check_what_others_read(root):
     embeds = []
     for policy in range(2):
         export_run(config, root / f"policy_{policy}", policy=policy)
-        _, written = hf.open_checkpoint(root / f"policy_{policy}")
-        embeds.append(np.asarray(hf.in_memory(written)["embed"]))
+        _, tensors = hf.open_checkpoint(root / f"policy_{policy}")
+        embeds.append(np.asarray(hf.in_memory(tensors)["embed"]))
         np.testing.assert_array_equal(embeds[-1], weights["embed"][policy])
     assert (embeds[0] != embeds[1]).any()
     served = served_policy(config, checkpoint=None)
@@ -184,7 +186,7 @@ def set_up(config):
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         ((NIM.replace("self", "perfect"),), "objective.policies = 2: each policy plays as many"),
         (("objective.policies=3",), "the environment has 2 for the policy"),
@@ -201,7 +203,7 @@ def set_up(config):
         ),
     ],
 )
-def test_what_several_policies_cannot_have_is_said_first(tmp_path, more, said):
+def test_what_several_policies_cannot_have_is_said_first(tmp_path, more, message):
     with pytest.raises(UserError) as error:
         set_up(settings(tmp_path, "train.mode=host", *more))
-    assert said in str(error.value)
+    assert message in str(error.value)

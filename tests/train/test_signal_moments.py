@@ -199,12 +199,12 @@ WAYS = {
 }
 
 
-def said_to_be_saved(err):
+def reported_step(err):
     """The newest step that the last line says is on disk; None where it says that none is."""
     last = err.splitlines()[-1]
-    found = re.search(r"stopped after step (\d+); saved in|step (\d+) is saved", last)
-    if found:
-        return int(found[1] or found[2])
+    match = re.search(r"stopped after step (\d+); saved in|step (\d+) is saved", last)
+    if match:
+        return int(match[1] or match[2])
     assert last == "jrl: stopped" or "no checkpoint is in" in last or "does not exist" in last, last
     return None
 
@@ -219,17 +219,17 @@ def wait_for_the_moment(child, run):
 
 def stop(child, numbers):
     """Sends signals half a second apart; (seconds until the end, standard error)."""
-    sent = time.monotonic()
+    signalled_at = time.monotonic()
     for i, number in enumerate(numbers):
         time.sleep(0.5 * i)
         if child.poll() is None:
             child.send_signal(number)
     _, err = child.communicate(timeout=60)
-    return time.monotonic() - sent, err
+    return time.monotonic() - signalled_at, err
 
 
 def state_left(run):
-    """What a run finds when it resumes: names of files, random parts left out, and logged steps."""
+    """State from which a run resumes: names of files, random parts left out, and logged steps."""
     names = {re.sub(r"[0-9a-f]{16,}", "#", str(p.relative_to(run))) for p in run.rglob("*")}
     log = run / "metrics.jsonl"
     steps = [record.get("step") for record in read_jsonl(log)] if log.exists() else None
@@ -272,10 +272,10 @@ def test_signals_at_any_moment(place, tmp_path, moment):
             assert took < most, case
             assert "Traceback" not in err, case
             run = runs[way]
-            there = Checkpoints(run / "checkpoints", 2).steps() if run.exists() else []
-            assert max(there, default=None) == said_to_be_saved(err), case
+            saved_steps = Checkpoints(run / "checkpoints", 2).steps() if run.exists() else []
+            assert max(saved_steps, default=None) == reported_step(err), case
             if len(WAYS[way]) == 1:
-                assert there == steps, case
+                assert saved_steps == steps, case
             states[state_left(run)] = run
         list(threads.map(lambda run: check_resume(place, run, workers, moment), states.values()))
         print(f"{moment}: {len(states)} states resumed")

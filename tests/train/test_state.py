@@ -97,10 +97,10 @@ def test_moments_lie_with_their_weights(network, optimizer, value):
         strict=True,
     ):
         name = jax.tree_util.keystr(path)
-        own = [at for weight, at in placed.items() if name.endswith(weight)]
-        if own:
+        places = [at for weight, at in placed.items() if name.endswith(weight)]
+        if places:
             moments += 1
-            assert (leaf.shape, where) == own[0], name
+            assert (leaf.shape, where) == places[0], name
         else:
             assert leaf.shape == ()
             assert where.is_fully_replicated
@@ -140,14 +140,14 @@ def test_a_mesh_that_does_not_divide_a_weight(network):
 
 def test_streams_never_meet():
     keys = [KEY, jax.random.key(12)]
-    drawn = {}
+    keys_of = {}
     for root in keys:
         for name in STREAMS:
             for index in [*range(30), 1000, 2**31 - 1]:
                 data = tuple(jax.random.key_data(stream(root, name, index)).tolist())
-                assert data not in drawn, (name, index, drawn[data])
-                drawn[data] = (name, index)
-    assert len(drawn) == 2 * len(STREAMS) * 32
-    assert not {tuple(jax.random.key_data(k).tolist()) for k in keys} & set(drawn)
+                assert data not in keys_of, (name, index, keys_of[data])
+                keys_of[data] = (name, index)
+    assert len(keys_of) == 2 * len(STREAMS) * 32
+    assert not {tuple(jax.random.key_data(k).tolist()) for k in keys} & set(keys_of)
     with pytest.raises(ValueError):
         stream(KEY, "nothing", 0)

@@ -1,4 +1,4 @@
-"""What the step computes: distributions, hidden states, frozen policies, tie-breakers, notes."""
+"""Statistics of the step: distributions, hidden states, frozen policies, tie-breakers, notes."""
 
 import itertools
 from functools import partial
@@ -32,9 +32,9 @@ DISTRIBUTIONS = {
 def divergence(distributions, token):
     """KL(teacher || policy) over the tokens that both keep, plus a logit, to see all inputs."""
     teacher, policy = distributions["teacher"], distributions["policy"]
-    kept = jnp.isfinite(teacher) & jnp.isfinite(policy)
-    gap = jnp.where(kept, teacher, 0) - jnp.where(kept, policy, 0)
-    return jnp.where(kept, jnp.exp(teacher) * gap, 0).sum() + 0.1 * distributions["logits"][token]
+    finite = jnp.isfinite(teacher) & jnp.isfinite(policy)
+    gap = jnp.where(finite, teacher, 0) - jnp.where(finite, policy, 0)
+    return jnp.where(finite, jnp.exp(teacher) * gap, 0).sum() + 0.1 * distributions["logits"][token]
 
 
 DIVERGENCE = Statistic("divergence", divergence, ("policy", "teacher"))
@@ -87,22 +87,24 @@ def test_statistics_of_distributions_against_the_whole_softmax(
         distributions = {name: sampling_logprobs(x, sampling_params) for name, x in out.items()} | {
             "logits": out["policy"]
         }
-        found = jax.vmap(divergence)(distributions, batch.tokens.reshape(-1))
-        return (weights.reshape(-1) * found).sum(), (found, distributions["teacher"])
+        divergences = jax.vmap(divergence)(distributions, batch.tokens.reshape(-1))
+        return (weights.reshape(-1) * divergences).sum(), (divergences, distributions["teacher"])
 
     (_, stats), gradient = quick_jit(jax.value_and_grad(ours, has_aux=True))(bag_params)
-    (_, (found, distributions)), expected = quick_jit(jax.value_and_grad(plain, has_aux=True))(
-        bag_params
-    )
+    (_, (divergences, distributions)), expected = quick_jit(
+        jax.value_and_grad(plain, has_aux=True)
+    )(bag_params)
     assert set(stats) == {"divergence", "teacher_logprobs"}
-    np.testing.assert_allclose(stats["divergence"].reshape(-1), found, atol=1e-5)
+    np.testing.assert_allclose(stats["divergence"].reshape(-1), divergences, atol=1e-5)
     picked = np.take_along_axis(
         np.asarray(distributions), np.asarray(batch.tokens).reshape(-1, 1), 1
     )[:, 0]
-    kept = np.isfinite(picked)  # a token that the distribution leaves out is put back to be scored
+    finite = np.isfinite(
+        picked
+    )  # a token that the distribution leaves out is put back to be scored
     scored = np.asarray(stats["teacher_logprobs"]).reshape(-1)
-    np.testing.assert_allclose(scored[kept], picked[kept], atol=1e-5)
-    assert kept.all() == (not sampling_params.truncates)
+    np.testing.assert_allclose(scored[finite], picked[finite], atol=1e-5)
+    assert finite.all() == (not sampling_params.truncates)
     for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
         assert np.abs(a).max() > 1e-3
@@ -110,8 +112,8 @@ def test_statistics_of_distributions_against_the_whole_softmax(
 
 def test_hidden_states_come_from_before_each_token(bag, bag_params, batch, quick_jit):
     run = partial(score, network=bag, value=None, want=frozenset(), statistics=(NORM,))
-    found = quick_jit(run)({"policy": bag_params}, batch, DISTRIBUTIONS["plain"])
-    assert set(found) == {"norm"}
+    outputs = quick_jit(run)({"policy": bag_params}, batch, DISTRIBUTIONS["plain"])
+    assert set(outputs) == {"norm"}
     seq = rows(batch)
     hidden, _ = bag.hidden(bag_params, seq.tokens, seq.positions, seq.segments)
     hidden = np.asarray(hidden, np.float64)
@@ -120,7 +122,7 @@ def test_hidden_states_come_from_before_each_token(bag, bag_params, batch, quick
         for t in range(5):
             expected = np.square(hidden[b, int(seq.before[b, t])]).sum()
             expected *= bool(batch.mask[i, j, t])
-            assert found["norm"][i, j, t] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+            assert outputs["norm"][i, j, t] == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 # ---------------------------------------------------------------- through the step
@@ -212,8 +214,8 @@ def test_a_step_on_a_teacher(bag, bag_params, teacher, batch, quick_jit):
         np.asarray(tie_breakers, np.float64).sum(), rel=1e-5
     )
     # Labels that the batch brings along stay.
-    own = batch.replace(ids={"tie_breaker": jnp.ones((4, 3), jnp.int32)})
-    assert step(state, own, sampling_params)[1]["tie-breakers"] == 12
+    with_ids = batch.replace(ids={"tie_breaker": jnp.ones((4, 3), jnp.int32)})
+    assert step(state, with_ids, sampling_params)[1]["tie-breakers"] == 12
 
 
 def test_a_teacher_that_is_not_there_or_speaks_otherwise(bag, make_bag):
@@ -245,9 +247,9 @@ def test_a_tie_breaker_depends_on_its_place_alone():
 def test_demonstrations_are_not_measured_as_draws(bag, bag_params, batch, quick_jit):
     """Their log-probabilities under the sampler mean nothing, and may be anything."""
     method = get_method("grpo")
-    given = jnp.zeros(batch.tokens.shape).at[:, 2].set(1)
-    strange = jnp.where(given > 0, 7.0, batch.stats["sampler_logprobs"])
-    with_demo = batch.replace(stats={"sampler_logprobs": strange, "external": given})
+    external = jnp.zeros(batch.tokens.shape).at[:, 2].set(1)
+    strange = jnp.where(external > 0, 7.0, batch.stats["sampler_logprobs"])
+    with_demo = batch.replace(stats={"sampler_logprobs": strange, "external": external})
     without = batch.replace(members=batch.members.at[:, 2].set(False))
     common = {"network": bag, "objective": method.objective, "optimizer": optax.sgd(0.1)}
     state = init_state(KEY, bag_params, **common)
@@ -317,9 +319,9 @@ def test_the_reference_is_refreshed(bag, bag_params, batch, quick_jit):
     assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(moments))
     assert int(schedule.count) == 2  # the rate keeps falling
     assert int(states[3].opt_state[0].count) == 1
-    kept = run(2, *refreshed(2))[2]
-    assert same(kept.frozen["ref"], kept.params["policy"])
-    assert int(kept.opt_state[0].count) == 2
+    refreshed_state = run(2, *refreshed(2))[2]
+    assert same(refreshed_state.frozen["ref"], refreshed_state.params["policy"])
+    assert int(refreshed_state.opt_state[0].count) == 2
 
 
 def test_rounds_have_an_expert_and_may_begin_anew(bag, bag_params, batch, quick_jit):
@@ -390,7 +392,7 @@ def test_microbatches_of_bfloat16_weights_add_up_in_float32(bag, bag_params, mak
 
 
 def test_a_statistic_of_attention_sees_each_completion_alone(network, params, batch, quick_jit):
-    """What each completion token pays to the token right before it, prompts of any length."""
+    """Attention of each completion token to the one before it, with prompts of any length."""
 
     def apply(weights, lags, mask):
         return jnp.where(mask, (weights * (lags == 1)[None]).sum((0, 2)), 0)

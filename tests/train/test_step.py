@@ -178,8 +178,8 @@ def test_the_gradient_is_taken_ahead_and_changes_where_it_started(world, network
     after, metrics = step(state.replace(params=jax.tree.map(jnp.copy, start)), mixed, SAMPLING)
     assert_close(after.params, expected, 1e-5)
     assert metrics["ahead_loss"] == pytest.approx(float(height), abs=1e-5)
-    moved = jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), plain, expected)
-    assert max(jax.tree.leaves(moved)) > 1e-3
+    change = jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), plain, expected)
+    assert max(jax.tree.leaves(change)) > 1e-3
 
 
 def test_microbatches_do_not_show(rich, batch):
@@ -191,8 +191,8 @@ def test_microbatches_do_not_show(rich, batch):
     assert_close(split.opt_state, full.opt_state, 1e-5)
     assert_close(split.method, full.method, 1e-6)
     assert_close(split_metrics, metrics, 2e-5)
-    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), full.params, state.params)
-    assert max(jax.tree.leaves(moved)) > 1e-3
+    change = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), full.params, state.params)
+    assert max(jax.tree.leaves(change)) > 1e-3
 
 
 def test_the_gradient_is_what_the_optimizer_got(rich, batch):
@@ -205,8 +205,8 @@ def test_the_gradient_is_what_the_optimizer_got(rich, batch):
 def test_a_gradient_that_is_not_finite_changes_nothing(rich, batch):
     step, state = rich[1]
     state, _ = step(state, batch, SAMPLING)  # some momentum
-    broken = batch.replace(rewards=batch.rewards.at[2, 1, 0].set(jnp.nan))
-    after, metrics = step(state, broken, SAMPLING)
+    with_nan = batch.replace(rewards=batch.rewards.at[2, 1, 0].set(jnp.nan))
+    after, metrics = step(state, with_nan, SAMPLING)
     assert metrics["skipped_updates"] == 1
     assert metrics["nonfinite_rewards"] == pytest.approx(1 / 10)
     assert not np.isfinite(metrics["grad_norm"])
@@ -228,8 +228,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(rich, batch):
 def test_one_broken_minibatch_of_two_is_left_out(world, batch):
     objective = get_method("grpo").objective
     step, state = world(objective, optax.adam(0.01), minibatches=2)
-    broken = batch.replace(rewards=batch.rewards.at[2, 1, 0].set(jnp.nan))
-    after, metrics = step(state, broken, SAMPLING)
+    with_nan = batch.replace(rewards=batch.rewards.at[2, 1, 0].set(jnp.nan))
+    after, metrics = step(state, with_nan, SAMPLING)
     assert metrics["skipped_updates"] == 1
     assert int(after.opt_state[0].count) == 1
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(after.params))
@@ -263,8 +263,8 @@ def test_ppo_learns_values(world, network, batch, make):
     assert losses[0] > 0.1
     assert losses[-1] < 0.5 * losses[0]
     for part in ("policy", "value"):
-        moved = jax.tree.map(lambda a, b: (a != b).any(), start[part], state.params[part])
-        assert any(jax.tree.leaves(moved))
+        changed = jax.tree.map(lambda a, b: (a != b).any(), start[part], state.params[part])
+        assert any(jax.tree.leaves(changed))
 
 
 def test_divergence_from_the_reference(rich, batch, params):

@@ -327,10 +327,10 @@ def test_transformers_reads_the_export_and_agrees(base, place, tmp_path):
     ours = network.logits(params, hidden)
     assert np.abs(ours - theirs).max() < 1e-4
     _, start = hf.load(place / "whole", dtype="float32")
-    moved = jax.tree.map(
+    change = jax.tree.map(
         lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max()), params, start
     )
-    assert max(jax.tree.leaves(moved)) > 1e-4  # what was exported is what was trained
+    assert max(jax.tree.leaves(change)) > 1e-4  # what was exported is what was trained
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep")
     with pytest.raises(UserError, match="exists and is not empty"):
@@ -349,12 +349,12 @@ def test_own_prompts_are_answered_without_being_judged(base):
 
 
 def test_a_checkpoint_in_shards_is_the_same_model(place, tmp_path):
-    whole, shards = (settings(place, tmp_path / m, model=m) for m in ("whole", "shards"))
-    a, b = build.setup(whole), build.setup(shards)
+    one_file, shards = (settings(place, tmp_path / m, model=m) for m in ("whole", "shards"))
+    a, b = build.setup(one_file), build.setup(shards)
     assert a.model == b.model
     assert jax.tree.all(jax.tree.map(np.array_equal, a.params, b.params))
     question = ["How many eggs?"]
-    first, second = (sample_run(c, prompts=question) for c in (whole, shards))
+    first, second = (sample_run(c, prompts=question) for c in (one_file, shards))
     assert first == second
 
 
@@ -392,19 +392,19 @@ def test_a_judge_s_points_reach_the_reward(place, quick):
             f"rewards={{{reward(place, 'letters')}={{}}, good={judge}}}",
             *(f"data.eval={json.dumps(str(place / 'eval.jsonl'))}", "eval.problems=2"),
         )
-    first, *asked = [body["messages"][-1]["content"] for body in bodies]
+    first, *later_prompts = [body["messages"][-1]["content"] for body in bodies]
     assert first == "Answer with the word yes."  # before anything compiles
-    for text in asked:
+    for text in later_prompts:
         assert "Ada has" in text
         assert "<|turn|>" not in text.partition("Answer:")[0]  # the question as its row has it
     assert finite(records, "reward/good", "judge_seconds", "judge_cached")
-    seen = {s["rewards"]["good"] for s in samples}
-    assert None in seen
-    assert len(seen) > 2
+    points = {s["rewards"]["good"] for s in samples}
+    assert None in points
+    assert len(points) > 2
     for s in samples:
         (letters,) = (v for k, v in s["rewards"].items() if k.endswith(":letters"))
         assert s["reward"] == pytest.approx(letters + 0.5 * (s["rewards"]["good"] or 0))
-    assert sum(r["judge_calls"] for r in records) < len(asked)
+    assert sum(r["judge_calls"] for r in records) < len(later_prompts)
     evaluated = [s["rewards"]["good"] for s in samples if s.get("split") == "eval"]
     assert any(evaluated)  # held-out completions are judged, too
     assert sum(r["judge_unreadable"] for r in records) > 0
@@ -414,20 +414,20 @@ def test_a_judge_s_points_reach_the_reward(place, quick):
 @pytest.mark.slow
 def test_text_is_sampled_in_parts(quick, tmp_path, monkeypatch):
     """With sampling.draws = 2 all tokens and points are the same; calls begin after the first."""
-    begun, submit = [], RowCalls.submit_groups
+    submitted, submit = [], RowCalls.submit_groups
 
-    def spied(self, prompts, rollout, first):
-        begun.append((len(prompts), first))
+    def record_groups(self, prompts, rollout, first):
+        submitted.append((len(prompts), first))
         submit(self, prompts, rollout, first)
 
-    monkeypatch.setattr(RowCalls, "submit_groups", spied)
-    (_, (one,), said), (_, (two,), said_in_parts) = (
+    monkeypatch.setattr(RowCalls, "submit_groups", record_groups)
+    (_, (one,), samples), (_, (two,), samples_in_parts) = (
         quick("train.steps=1", f"sampling.draws={n}", f"run.dir={json.dumps(str(tmp_path / n))}")
         for n in "12"
     )
-    assert begun == [(2, 0)]
-    assert [s["completion"] for s in said_in_parts] == [s["completion"] for s in said]
-    assert [s["rewards"] for s in said_in_parts] == [s["rewards"] for s in said]
+    assert submitted == [(2, 0)]
+    assert [s["completion"] for s in samples_in_parts] == [s["completion"] for s in samples]
+    assert [s["rewards"] for s in samples_in_parts] == [s["rewards"] for s in samples]
     assert two["reward"] == one["reward"]
     assert two["loss"] == pytest.approx(one["loss"], abs=1e-6)
 
@@ -528,12 +528,12 @@ def test_an_earlier_success_stands_in_a_group_that_failed(place, quick, tmp_path
 
 def test_parts_without_an_opinion_and_parts_of_parts(place, quick, tmp_path):
     """GDPO over a part that is silent about one completion of two, and a gate."""
-    own = f"own={{function={reward(place, 'half')}}}"
+    half = f"own={{function={reward(place, 'half')}}}"
     first = f"letters={{function={reward(place, 'letters')}}}"
     gate = "gated={combine='gate', of=['letters', 'own'], least=0.2}"
     quick(
         "method=gdpo",
-        f"rewards={{{own}, {first}, {gate}}}",
+        f"rewards={{{half}, {first}, {gate}}}",
         "train.steps=1",
         "train.prompts=2",
         "log.by=source",
@@ -550,8 +550,8 @@ def test_parts_without_an_opinion_and_parts_of_parts(place, quick, tmp_path):
     assert {name for name in by if name.count("/") == 1} == {f"reward_by/{s}" for s in sources}
     assert np.mean([by[f"reward_by/{s}"] for s in sources]) == pytest.approx(record["reward"])
     for name in ("own", "letters", "gated"):
-        known = [p[name] for p in parts if p[name] is not None]
-        assert record[f"reward/{name}"] == pytest.approx(np.mean(known), abs=1e-6)
+        values = [p[name] for p in parts if p[name] is not None]
+        assert record[f"reward/{name}"] == pytest.approx(np.mean(values), abs=1e-6)
     assert record["reward"] == pytest.approx(np.mean([p["gated"] or 0 for p in parts]), abs=1e-6)
 
 
@@ -576,7 +576,7 @@ def test_gcpo_pays_a_behaviour_where_it_helps(place, quick):
         groups.setdefault((s["step"], s["prompt"]), []).append(s["rewards"])
     signs = set()
     for group in groups.values():
-        sides = [[p["right"] for p in group if p["aux"] == shown] for shown in (1.0, 0.0)]
+        sides = [[p["right"] for p in group if p["aux"] == value] for value in (1.0, 0.0)]
         gap = np.mean(sides[0]) - np.mean(sides[1]) if all(sides) else 0.0
         signs.add(np.sign(gap))
         for p in group:
@@ -591,9 +591,9 @@ def test_ppo_trains_a_value_head(quick):
     run = build.setup(config)
     start, _ = programs.new_state(run)
     state, _ = Checkpoints(pathlib.Path(config.run.dir) / "checkpoints", 1).restore(start)
-    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), start.params, state.params)
-    assert max(jax.tree.leaves(moved["value"])) > 0
-    assert max(jax.tree.leaves(moved["policy"])) > 0
+    change = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), start.params, state.params)
+    assert max(jax.tree.leaves(change["value"])) > 0
+    assert max(jax.tree.leaves(change["policy"])) > 0
 
 
 @pytest.mark.slow
@@ -628,10 +628,10 @@ def test_supervised_training_on_the_solutions_of_the_data(quick):
     lengths = {len(p.solution) for p in run.data.prompts["train"]}
     assert len(lengths) > 1
     # Cut where there is no room, and said to be.
-    _, _, cut = quick(
+    _, _, samples_cut = quick(
         "method=sft", "objective={}", "run.resume=never", f"run.dir={config.run.dir}2"
     )
-    assert {(s["stop"], s["length"]) for s in cut} == {("length", 6)}
+    assert {(s["stop"], s["length"]) for s in samples_cut} == {("length", 6)}
 
 
 HALF = """
@@ -680,7 +680,7 @@ def test_two_processes_judge_half_each_and_agree_on_what_is_left_to_chance(place
     notes = [line.split() for line in (tmp_path / "notes").read_text().splitlines()]
     tried = 2  # by each process, before anything compiles
     assert len(notes) == sum(r["rounds"] for r in records) * 8 * 4 + tried
-    assert [sum(who == each for who, _ in notes) for each in "01"] == [len(notes) / 2] * 2
+    assert [sum(process == each for process, _ in notes) for each in "01"] == [len(notes) / 2] * 2
     assert 0 < records[0]["reward"] < 1
 
 

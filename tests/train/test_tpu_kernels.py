@@ -40,13 +40,13 @@ def test_the_sampler_for_v5e_reads_and_writes_its_cache_by_kernels(slots):
     No array as large as a chip's keys, 128 columns of a head for each of its rows, is copied there.
     """
     mesh = {"data": 4, "fsdp": 4} if slots else {"data": 2, "fsdp": 4, "tensor": 2}
-    asked = run(mesh)
-    asked["sampling"]["slots"] = slots
-    found = ask("kernels", asked, "v5e:4x4", ["sampler"])["sampler"]
-    assert found.pop("copied") < (slots or 4) * 128 * 128
+    config = run(mesh)
+    config["sampling"]["slots"] = slots
+    kernels = ask("kernels", config, "v5e:4x4", ["sampler"])["sampler"]
+    assert kernels.pop("copied") < (slots or 4) * 128 * 128
     # Over tokens; in a queue also over chunks and over slots to fill. There are no smaller states.
-    assert found.pop("loops") == (3 if slots else 1)
-    assert found == {"kernels": [READ, READ, WRITE], "in_loop": 3, "devices": 16}
+    assert kernels.pop("loops") == (3 if slots else 1)
+    assert kernels == {"kernels": [READ, READ, WRITE], "in_loop": 3, "devices": 16}
 
 
 @needs_libtpu
@@ -64,13 +64,13 @@ def test_both_programs_run_attention_on_the_kernels(topology, mesh):
     Of the last layer only keys and values of prompts are kept, so that its prefill has no kernel.
     """
     chips = 16 if topology == "v5e:4x4" else 64
-    found = ask("kernels", run(mesh, layers=2), topology, ["sampler", "train_step"])
-    assert found["sampler"]["kernels"] == sorted([FORWARD, *[READ] * 4, WRITE, WRITE])
-    assert found["sampler"]["in_loop"] == 6
-    step = found["train_step"]["kernels"]
+    kernels = ask("kernels", run(mesh, layers=2), topology, ["sampler", "train_step"])
+    assert kernels["sampler"]["kernels"] == sorted([FORWARD, *[READ] * 4, WRITE, WRITE])
+    assert kernels["sampler"]["in_loop"] == 6
+    step = kernels["train_step"]["kernels"]
     assert set(step) == {FORWARD, *BACKWARD}
     assert [step.count(name) for name in (FORWARD, *BACKWARD)] == [3, 3, 3]
-    assert found["train_step"]["devices"] == chips
+    assert kernels["train_step"]["devices"] == chips
 
 
 @needs_libtpu
@@ -79,8 +79,8 @@ def test_windows_and_caps_run_on_the_kernels_and_plain_attention_on_none():
     """Where the sequence is divided too, each chip has its own queries."""
     mesh = {"data": 2, "fsdp": 2, "tensor": 2, "context": 2}
     sizes = {"layers": 2, "window": 64, "window_pattern": [True, False], "attention_softcap": 30.0}
-    found = ask("kernels", run(mesh, **sizes), "v5e:4x4", ["train_step"])["train_step"]
-    assert [found["kernels"].count(name) for name in (FORWARD, *BACKWARD)] == [6, 6, 6]
+    kernels = ask("kernels", run(mesh, **sizes), "v5e:4x4", ["train_step"])["train_step"]
+    assert [kernels["kernels"].count(name) for name in (FORWARD, *BACKWARD)] == [6, 6, 6]
     plain = ask("kernels", run({"data": 16}, "xla"), "v5e:4x4", ["sampler", "train_step"])
     assert set(plain["sampler"]["kernels"]) == {WRITE}
     assert plain["train_step"]["kernels"] == []

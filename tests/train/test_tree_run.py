@@ -57,27 +57,29 @@ def test_a_method_trains_on_trees_three_steps(name, network, first_letter, quick
     common = {"network": network, "objective": method.objective, "optimizer": optax.sgd(0.3)}
     if method.value:
         common["value"] = value_head(network)
-    seen = {"task": first_letter, "network": network, "group": GROUP}
+    options = {"task": first_letter, "network": network, "group": GROUP}
     step = make_step(**common)
 
-    def spied(state, batch, sampling_params):
+    def record_step(state, batch, sampling_params):
         state, metrics = step(state, batch, sampling_params)
         return state, metrics | {"mask": batch.mask, "node": batch.ids["node"]}
 
-    iteration = make_iteration(spied, method=method, weights=WEIGHTS, prompts=PROMPTS, **seen)
+    iteration = make_iteration(
+        record_step, method=method, weights=WEIGHTS, prompts=PROMPTS, **options
+    )
     state = init_state(KEY, **common)
     run = quick_jit(partial(iterate, iteration, steps=STEPS))
     after, _, curves = run(state, iteration.begin(state), SAMPLING)
     curves = jax.device_get(curves)
     assert np.isfinite(curves["loss"]).all()
-    moved = jax.tree.map(lambda a, b: float(abs(a - b).max()), state.params, after.params)
-    assert max(jax.tree.leaves(moved)) > 1e-4
+    change = jax.tree.map(lambda a, b: float(abs(a - b).max()), state.params, after.params)
+    assert max(jax.tree.leaves(change)) > 1e-4
     for mask, node in zip(curves["mask"], curves["node"], strict=True):
         for n in range(PROMPTS):
             t, labels = np.nonzero(node[n].T)[0], node[n].T[node[n].T > 0]
-            drawn = set(zip(t.tolist(), labels.tolist(), strict=True))
-            own = [(t, int(node[n, i, t])) for i, t in zip(*np.nonzero(mask[n]), strict=True)]
-            assert sorted(own) == sorted(drawn)  # each token of a node once
+            sampled = set(zip(t.tolist(), labels.tolist(), strict=True))
+            pairs = [(t, int(node[n, i, t])) for i, t in zip(*np.nonzero(mask[n]), strict=True)]
+            assert sorted(pairs) == sorted(sampled)  # each token of a node once
     shared = (curves["node"] > 0).sum((1, 2, 3)) - curves["mask"].sum((1, 2, 3))
     np.testing.assert_array_equal(curves["tree_shared_tokens"], shared)
     assert curves["tree_shared_tokens"].sum() > 0
@@ -93,15 +95,17 @@ def test_a_branch_is_judged_whole(network, first_letter, quick_jit):
         network=network,
     )
     ids = np.arange(PROMPTS, dtype=np.int32)
-    asked = simple_request(KEY, {"policy": params}, np.int32(0), ids, GROUP)
-    groups = quick_jit(draw)(asked.replace(asks=tuple(x.replace(tree=TREE) for x in asked.asks)))
+    request = simple_request(KEY, {"policy": params}, np.int32(0), ids, GROUP)
+    groups = quick_jit(draw)(
+        request.replace(asks=tuple(x.replace(tree=TREE) for x in request.asks))
+    )
     assert set(groups.ids) == {"prompt", "answer", "node"}
     batch = to_batch(groups.rollout, groups.rewards, np.ones(2, np.float32), groups.ids)
     batch.check()
-    whole = jax.device_get(groups.rollout)
-    stops = np.take_along_axis(whole.tokens, whole.lengths[..., None] - 1, axis=2)[..., 0] == 1
+    rollout = jax.device_get(groups.rollout)
+    stops = np.take_along_axis(rollout.tokens, rollout.lengths[..., None] - 1, axis=2)[..., 0] == 1
     problems = jax.device_get(groups.subject)
-    right = stops & (whole.lengths == 2) & (whole.tokens[..., 0] == problems.tokens[:, None, 0])
+    right = stops & (rollout.lengths == 2) & (rollout.tokens[..., 0] == problems.tokens[:, None, 0])
     np.testing.assert_array_equal(groups.rewards[..., 0], right)
 
 
@@ -158,8 +162,8 @@ def test_a_run_on_text_shares_the_past(tmp_path, monkeypatch):
         assert record["tree_shared_tokens"] > 0
         assert record["grad_norm"] > 0
         mine = [s for s in samples if s["step"] == record["step"]]
-        whole = sum(s["length"] for s in mine)  # both groups of a step are kept
-        assert whole == record["tree_shared_tokens"] + record["completion_tokens"]
+        total = sum(s["length"] for s in mine)  # both groups of a step are kept
+        assert total == record["tree_shared_tokens"] + record["completion_tokens"]
         groups = [[s for s in mine if s["group"] == n] for n in range(2)]
         for group in groups:  # each has nodes of its own, and some share the first
             assert len({s["nodes"][-1] for s in group}) == len(group)
@@ -207,9 +211,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("said", BAD)
-def test_what_grows_no_tree_is_named_before_anything_compiles(said, network):
-    config = load_config(None, [*TASK, *BAD[said]])
+@pytest.mark.parametrize("key", BAD)
+def test_what_grows_no_tree_is_named_before_anything_compiles(key, network):
+    config = load_config(None, [*TASK, *BAD[key]])
     kind = kind_of(config)
 
     def check():
@@ -218,7 +222,7 @@ def test_what_grows_no_tree_is_named_before_anything_compiles(said, network):
 
     with pytest.raises(UserError) as caught:
         check()
-    assert said in str(caught.value)
+    assert key in str(caught.value)
 
 
 def test_any_method_takes_a_tree():

@@ -28,9 +28,13 @@ METRICS = {"prompt_length": 9.6, "length": 7.2}
 
 
 def run_of(**tables):
-    given = {"model": {"config": SIZES}, "data": {"max_prompt_tokens": 16}, "mesh": {"data": 1}}
-    given |= {"sampling": {"group": 3, "max_new_tokens": 16}, "train": {"prompts": 4}}
-    config = build_config(given | {"method": "grpo"} | tables)
+    base_tables = {
+        "model": {"config": SIZES},
+        "data": {"max_prompt_tokens": 16},
+        "mesh": {"data": 1},
+    }
+    base_tables |= {"sampling": {"group": 3, "max_new_tokens": 16}, "train": {"prompts": 4}}
+    config = build_config(base_tables | {"method": "grpo"} | tables)
     return abstract_run(config, make_mesh({}, jax.devices()[:1]))
 
 
@@ -63,8 +67,8 @@ def test_a_cpu_has_no_utilisation():
 def test_a_step_counts_sampling_scoring_and_training(monkeypatch, tables, passes):
     monkeypatch.setattr(used, "peak_flops", lambda device: 1e6)
     once = forward_flops(run_of().shape, Lengths(prompts=4, group=3, prompt=10, new=7))
-    found = used.utilisation(run_of(**tables), METRICS, 2.0)
-    assert found == pytest.approx(passes * once / 2e6)
+    share = used.utilisation(run_of(**tables), METRICS, 2.0)
+    assert share == pytest.approx(passes * once / 2e6)
 
 
 def test_what_environments_say_is_read_too(monkeypatch):

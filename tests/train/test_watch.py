@@ -47,9 +47,9 @@ HELD = {
 """Metric -> a value beyond the limit that holds without being asked for."""
 
 
-def lines_by_action(broken):
+def lines_by_action(verdict):
     """Action -> its lines, of those that have some."""
-    return {n: getattr(broken, n) for n in ("warn", "rollback", "stop") if getattr(broken, n)}
+    return {n: getattr(verdict, n) for n in ("warn", "rollback", "stop") if getattr(verdict, n)}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -61,12 +61,12 @@ def test_each_fault_is_seen_after_its_steps(fault, action):
     assert lines_by_action(watch(2, SOUND | {name: value})) == {}
     assert lines_by_action(watch(3, SOUND)) == {}  # not in a row
     watch(4, SOUND | {name: value})
-    broken = watch(5, SOUND | {name: value})
-    assert list(lines_by_action(broken)) == [action]
-    line = getattr(broken, action)[name]
+    verdict = watch(5, SOUND | {name: value})
+    assert list(lines_by_action(verdict)) == [action]
+    line = getattr(verdict, action)[name]
     assert line.startswith(f"step 5: {name} = ")
     assert line.endswith(" for 2 steps in a row")
-    assert (broken.since, broken.suspects) == ((4, True) if action == "rollback" else (5, False))
+    assert (verdict.since, verdict.suspects) == ((4, True) if action == "rollback" else (5, False))
     assert lines_by_action(watch(6, SOUND | {name: value})) == {}  # said once
 
 
@@ -78,8 +78,8 @@ def test_what_holds_without_being_asked_for():
     assert reasons["reward_failures"] == (
         "step 3: reward_failures = 1, above 0.99 for 3 steps in a row"
     )
-    broken = [watch(4 + i, SOUND | {"env_failures": 1.0}).stop for i in range(3)]
-    assert broken[2]["env_failures"].endswith("above 0.99 for 3 steps in a row")
+    verdicts = [watch(4 + i, SOUND | {"env_failures": 1.0}).stop for i in range(3)]
+    assert verdicts[2]["env_failures"].endswith("above 0.99 for 3 steps in a row")
     watch = Watch({})
     reasons = watch(4, SOUND | {"skipped_updates": 0.25}).stop
     assert reasons == {"skipped_updates": "step 4: skipped_updates = 0.25, above 0"}
@@ -158,8 +158,8 @@ TAMPERED = {
 
 def logprobs(batch, shift):
     """The batch with other log-probabilities of the sampler."""
-    drawn = batch.stats["sampler_logprobs"]
-    other = jnp.zeros_like(drawn) if shift is None else drawn + shift
+    sampled_logprobs = batch.stats["sampler_logprobs"]
+    other = jnp.zeros_like(sampled_logprobs) if shift is None else sampled_logprobs + shift
     return batch.replace(stats={"sampler_logprobs": other})
 
 
@@ -184,7 +184,7 @@ def own_draws(bag, params, batch):
     """The batch as if the policy had drawn it: with its own log-probabilities."""
     from jrl.train.score import score
 
-    found = score(
+    scores = score(
         {"policy": params},
         batch,
         make_sampling_params(),
@@ -192,18 +192,18 @@ def own_draws(bag, params, batch):
         value=None,
         want=frozenset({"logprobs"}),
     )
-    return batch.replace(stats={"sampler_logprobs": found["logprobs"]})
+    return batch.replace(stats={"sampler_logprobs": scores["logprobs"]})
 
 
 @pytest.mark.parametrize("name", [None, *TAMPERED])
 def test_a_step_beyond_a_limit_is_left_out_and_counted(guarded, name):
     step, state, batch = guarded
-    broken = batch if name is None else TAMPERED[name][1](batch)
-    after, metrics = step(state, broken, make_sampling_params())
+    faulty = batch if name is None else TAMPERED[name][1](batch)
+    after, metrics = step(state, faulty, make_sampling_params())
     assert int(after.step) == 1
     assert metrics["skipped_steps"] == (name is not None)
-    kept = jax.tree.map(np.array_equal, *((s.params, s.opt_state) for s in (state, after)))
-    assert all(jax.tree.leaves(kept)) == (name is not None)
+    same = jax.tree.map(np.array_equal, *((s.params, s.opt_state) for s in (state, after)))
+    assert all(jax.tree.leaves(same)) == (name is not None)
 
 
 def test_a_step_that_is_not_finite_is_beyond_every_limit():
@@ -274,11 +274,11 @@ def weights(directory, step):
     with ocp.PyTreeCheckpointer() as reader:
         names = reader.metadata(state).item_metadata.tree
         kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), names)
-        found = reader.restore(state, restore_args=kinds)
-    return {n: x for n, x in found.items() if n.startswith("params")}, int(found["step"])
+        arrays = reader.restore(state, restore_args=kinds)
+    return {n: x for n, x in arrays.items() if n.startswith("params")}, int(arrays["step"])
 
 
-def drawn_as(shift, groups):
+def with_shift(shift, groups):
     logged = groups.rollout.sampler_logprobs
     other = np.zeros_like(logged) if shift is None else logged + np.float32(shift)
     return groups._replace(rollout=groups.rollout.replace(sampler_logprobs=other))
@@ -299,19 +299,19 @@ def compile_one(groups):
     return groups
 
 
-def use_memory(held, groups):
-    held.append(np.ones(40_000_000))  # 320 MB
+def use_memory(blocks, groups):
+    blocks.append(np.ones(40_000_000))  # 320 MB
     return groups
 
 
 def test_faults_of_a_run_are_warned_of_at_their_steps(go):
-    held = []
+    blocks = []
     faults = {
-        3: partial(drawn_as, -1.0),
-        4: partial(drawn_as, None),
+        3: partial(with_shift, -1.0),
+        4: partial(with_shift, None),
         5: partial(paid, -9.0),
         6: compile_one,
-        7: partial(use_memory, held),
+        7: partial(use_memory, blocks),
     }
     most = resident_bytes() + 1_500_000_000
     limits = {
@@ -329,13 +329,13 @@ def test_faults_of_a_run_are_warned_of_at_their_steps(go):
     )
     values = {r["step"]: r for r in records(directory)}
     assert values[7][MEMORY] - values[6][MEMORY] > 200_000_000
-    found = [line.removeprefix("warning: ").split(" = ")[0] for line in go.notes]
+    warned = [line.removeprefix("warning: ").split(" = ")[0] for line in go.notes]
     for expected in (
         *("step 3: logprob_diff", "step 3: ratio", "step 4: entropy", "step 5: reward"),
         f"step 6: {COMPILED}",
     ):
-        assert expected in found, go.notes
-    assert not [line for line in found if line.startswith("step 2: ") and COMPILED not in line]
+        assert expected in warned, go.notes
+    assert not [line for line in warned if line.startswith("step 2: ") and COMPILED not in line]
 
 
 def test_a_run_goes_back_to_the_checkpoint_before_a_fault_and_on_with_the_next_prompts(go):

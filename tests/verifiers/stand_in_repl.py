@@ -12,8 +12,8 @@ def main():
         block += line
         if line.strip():
             continue
-        asked, block = json.loads(block), ""
-        text = asked["cmd"]
+        command, block = json.loads(block), ""
+        text = command["cmd"]
         if "hang" in text:
             time.sleep(60)
         if "crash" in text:
@@ -32,7 +32,7 @@ def main():
                 depends = f"'{name}' depends on axioms: [propext, mine]"
             messages.append({"severity": "info", "data": depends})
         reply = {"messages": messages, "env": environments}
-        if asked.get("env") is None and "needs_header" in text:
+        if command.get("env") is None and "needs_header" in text:
             messages.append({"severity": "error", "data": "no header"})
         environments += 1
         print(json.dumps(reply, indent=1) + "\n", flush=True)

@@ -192,9 +192,9 @@ def test_other_languages_where_their_tools_are(language, program):
     except UserError as error:  # the one clear line of a machine without the tool
         paid = str(error)
     if isinstance(paid, str):
-        there = shutil.which({"rust": "rustc", "go": "go", "c": "gcc"}.get(language, "none"))
+        compiler = shutil.which({"rust": "rustc", "go": "go", "c": "gcc"}.get(language, "none"))
         assert re.search("programs in .* install", paid)
-        assert language == "rust" or there is None, paid
+        assert language == "rust" or compiler is None, paid
         return
     assert paid == [1.0]
     assert points(sample("int main( {", DOUBLE, language=language), **longer) == [0.0]
@@ -270,7 +270,7 @@ def test_a_faster_program_is_worth_more():
     """By processor time in the sandbox, beside a program that counts where one multiplies."""
     slow = "n = int(input())\nt = 0\nfor i in range(2 * n):\n    t += 1\nprint(t)"
     tests = {"inputs": ["600000\n"], "outputs": ["1200000\n"]}
-    told = [sample(p, tests, input=slow) for p in (RIGHT, "print(1)")]
-    fast, wrong = make_reward("code_speed", repeats=1)(told)
+    samples = [sample(p, tests, input=slow) for p in (RIGHT, "print(1)")]
+    fast, wrong = make_reward("code_speed", repeats=1)(samples)
     assert 1 < fast < 2
     assert wrong == 0.0

@@ -13,7 +13,7 @@ from jrl.types import Prompt
 
 
 def points(name, rows, completions, tmp_path, group=1):
-    """What the configuration's parts pay for a completion of each row, read from a file."""
+    """Rewards of the configuration's parts for a completion of each row, read from a file."""
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["model.path=none", f"data.train={tmp_path}/train.jsonl", "mesh.fsdp=1"]
     config = load_config(f"configs/{name}.toml", [*options, "reward_pool.workers=1"])

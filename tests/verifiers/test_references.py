@@ -53,18 +53,18 @@ def test_programs_that_fail_their_tests_are_named_and_right_ones_run_once(memory
     with pytest.raises(UserError, match=match):
         check_references(config("{code={}}"), data)
     assert len(memory.read_text().split()) == 2
-    judged = []
+    judge_calls = []
     judge = programs.judge
-    monkeypatch.setattr(programs, "judge", lambda *a, **k: judged.append(a) or judge(*a, **k))
+    monkeypatch.setattr(programs, "judge", lambda *a, **k: judge_calls.append(a) or judge(*a, **k))
     dropping = config("{code={}}", "reward_pool.on_error=drop")
     (note,) = check_references(dropping, data)
     assert "data.train, row 2" in note
-    assert len(judged) == 1  # the wrong one alone
+    assert len(judge_calls) == 1  # the wrong one alone
     assert check_references(config("{code={check_rows=1}}"), data) == []
     assert check_references(config("{code={check_rows=0}}"), data) == []
     where = "{code={where={input_output='{}'}}}"
     assert check_references(config(where), data) == []
-    assert len(judged) == 1
+    assert len(judge_calls) == 1
     with pytest.raises(UserError, match=r"check_solution = 'entry_point'.*|fails tests"):
         check_references(config("{code={check_solution='entry_point'}}"), data)
 
@@ -87,19 +87,19 @@ def test_each_process_runs_a_share_and_all_hear_of_every_row(monkeypatch):
     )
     dropping = config("{code={}}", "reward_pool.on_error=drop")
     alone = check_references(dropping, data)
-    told, judged, judge = [], [], programs.judge
-    monkeypatch.setattr(programs, "judge", lambda *a, **k: judged.append(a) or judge(*a, **k))
+    sent, judge_calls, judge = [], [], programs.judge
+    monkeypatch.setattr(programs, "judge", lambda *a, **k: judge_calls.append(a) or judge(*a, **k))
     monkeypatch.setattr(reference_check.jax, "process_count", lambda: 2)
-    monkeypatch.setattr(reference_check, "all_say", lambda value: told.append(value) or [])
+    monkeypatch.setattr(reference_check, "all_say", lambda value: sent.append(value) or [])
     shares = []
     for process in range(2):
         monkeypatch.setattr(reference_check.jax, "process_index", lambda i=process: i)
         assert check_references(dropping, data) == []
-        shares.append([row for row, _ in told[-1]])
+        shares.append([row for row, _ in sent[-1]])
     assert shares == [["data.train, row 1", "data.train, row 3"], ["data.train, row 4"]]
-    assert len(judged) == 3  # the right one is remembered, and no row is run twice
-    heard = json.loads(json.dumps(told))
-    monkeypatch.setattr(reference_check, "all_say", lambda value: heard)
+    assert len(judge_calls) == 3  # the right one is remembered, and no row is run twice
+    received = json.loads(json.dumps(sent))
+    monkeypatch.setattr(reference_check, "all_say", lambda value: received)
     assert check_references(dropping, data) == alone
 
 

@@ -37,12 +37,12 @@ def test_a_share_of_the_first_ten_tests(monkeypatch):
         return ran[program.strip()]
 
     monkeypatch.setattr(programs, "judge", once)
-    half, whole = sample(HALF, TESTS), sample("```python\nprint(input())\n```", TESTS)
-    assert points("prime_code", half, whole) == [0.0, 1.0]
-    assert points("prime_code", half, whole, continuous=True) == [0.6, 1.0]
+    half, complete = sample(HALF, TESTS), sample("```python\nprint(input())\n```", TESTS)
+    assert points("prime_code", half, complete) == [0.0, 1.0]
+    assert points("prime_code", half, complete, continuous=True) == [0.6, 1.0]
     bare = sample("print(input())", TESTS)
-    made = points("sandbox_fusion", half, whole, bare, timeout=4.0)
-    assert made == pytest.approx([8 / 12, 1.0, 0.0])
+    shares = points("sandbox_fusion", half, complete, bare, timeout=4.0)
+    assert shares == pytest.approx([8 / 12, 1.0, 0.0])
     assert points("sandbox_fusion", half, timeout=4.0, continuous=True) == [0.6]
 
 
@@ -61,10 +61,10 @@ def test_a_reward_is_chosen_by_the_data_source(monkeypatch):
     """Each is one that the others would not give."""
     samples = [sample(text, "4", source) for source, (text, _) in CHOSEN.items()]
     assert points("default_compute_score", *samples) == [x for _, x in CHOSEN.values()]
-    asked = []
-    monkeypatch.setattr(verl, "prime_code", lambda samples, **how: asked.append(how) or [0.5])
+    options = []
+    monkeypatch.setattr(verl, "prime_code", lambda samples, **how: options.append(how) or [0.5])
     assert points("default_compute_score", sample(HALF, TESTS, "taco")) == [0.5]
-    assert asked == [{"continuous": True}]
+    assert options == [{"continuous": True}]
     with pytest.raises(UserError, match=r"prompt 0 has data_source = 'gsm8k', which has no reward"):
         points("default_compute_score", sample("4", "4", "gsm8k"))
 

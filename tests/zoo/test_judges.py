@@ -24,14 +24,14 @@ class Toy:
     """A judge that is a function of the last message and the vote."""
 
     def __init__(self, reply):
-        self.reply, self.seen = reply, []
+        self.reply, self.prompts = reply, []
 
-    def verdicts(self, asked):
-        texts = [each.question.messages[-1]["content"] for each in asked]
-        self.seen += texts
-        replies = [self.reply(text, each.vote) for text, each in zip(texts, asked, strict=True)]
-        read = [each.question.read(reply) for each, reply in zip(asked, replies, strict=True)]
-        return read, dict.fromkeys(COUNTS, 0.0) | {"judge_calls": float(len(asked))}
+    def verdicts(self, requests):
+        texts = [each.question.messages[-1]["content"] for each in requests]
+        self.prompts += texts
+        replies = [self.reply(text, each.vote) for text, each in zip(texts, requests, strict=True)]
+        read = [each.question.read(reply) for each, reply in zip(requests, replies, strict=True)]
+        return read, dict.fromkeys(COUNTS, 0.0) | {"judge_calls": float(len(requests))}
 
 
 def sample(completion, answer="4", row=0, step=0, **meta):
@@ -39,7 +39,7 @@ def sample(completion, answer="4", row=0, step=0, **meta):
     return Sample(prompt, completion, np.zeros(1, np.int32), "stop_token", step=step, steps=9)
 
 
-def judged(units, reply, **options):
+def points_of(units, reply, **options):
     """Points of units of samples by a toy judge, and the judge."""
     table = checked(
         JudgeTable, "rewards.good", {"url": "http://localhost:1", "model": "m"} | options
@@ -62,24 +62,24 @@ def test_brpo_compares_each_with_one_of_its_group():
     texts = ["aaa", "a", "aaaa", "aa", "aa"]
     for step in range(6):
         group = [sample(text, step=step) for text in texts]
-        ([points], counts), _toy = judged([group], by_length, form="brpo")
+        ([points], counts), _toy = points_of([group], by_length, form="brpo")
         (at,) = [i for i, value in enumerate(points) if value is None]
         assert counts["judge_calls"] == 8  # both orders of four pairs
         wins = [1.0 if len(t) > len(texts[at]) else -1.0 for t in texts]
         assert points == [None if i == at else win for i, win in enumerate(wins)]
-        assert judged([group], by_length, form="brpo")[0][0] == [points]  # the same reference
+        assert points_of([group], by_length, form="brpo")[0][0] == [points]  # the same reference
     references = {
-        judged([[sample(t, step=s) for t in texts]], by_length, form="brpo")[0][0][0].index(None)
+        points_of([[sample(t, step=s) for t in texts]], by_length, form="brpo")[0][0][0].index(None)
         for s in range(20)
     }
     assert len(references) > 2  # drawn anew in every step
     # a judge that likes the first of two has no winner, and one that is not asked twice has
     likes_first = lambda text, vote: '{"scores": [9, 1]}'  # noqa: E731
-    both = judged([group], likes_first, form="brpo")[0][0][0]
+    both = points_of([group], likes_first, form="brpo")[0][0][0]
     assert sorted(set(both) - {None}) == [-1.0]
-    once = judged([group], likes_first, form="brpo", swap=False)[0][0][0]
+    once = points_of([group], likes_first, form="brpo", swap=False)[0][0][0]
     assert sorted(set(once) - {None}) == [1.0]
-    assert judged([group], lambda *_: "A", form="brpo")[0][0] == [[None] * 5]
+    assert points_of([group], lambda *_: "A", form="brpo")[0][0] == [[None] * 5]
 
 
 # ---------------------------------------------------------------- RLAIF-V
@@ -99,11 +99,11 @@ def claims_of(text, vote):
 def test_rlaif_v_counts_rejected_claims():
     texts = ["a b c", "a a", "a d", "x", "a ?"]
     options = {"form": "rlaif_v", "votes": 3, "temperature": 1.0}
-    (points, counts), toy = judged([[sample(t)] for t in texts], claims_of, **options)
+    (points, counts), toy = points_of([[sample(t)] for t in texts], claims_of, **options)
     assert points == [[-2.0], [0.0], [-1.0], [None], [None]]
     assert counts["judge_calls"] == 15 + 3 * (3 + 2 + 2 + 0 + 2)
     single = "A reply to it claims something. b"
-    assert any(single in text and "a b c" not in text for text in toy.seen)  # asked alone
+    assert any(single in text and "a b c" not in text for text in toy.prompts)  # asked alone
 
 
 # ---------------------------------------------------------------- CAPO
@@ -121,8 +121,8 @@ def test_capo_costs_a_point_at_every_token_of_a_wrong_step():
     }.items():
         more = {"form": "capo", "votes": 4, "temperature": 1.0, "vote": vote}
         reply = lambda text, vote: f'{{"wrong": {lists[vote]}}}'  # noqa: E731
-        assert judged([[one]], reply, **more)[0][0] == [[points]]
-    assert judged([[one]], lambda *_: '{"wrong": []}', form="capo")[0][0] == [[[0.0] * 5]]
+        assert points_of([[one]], reply, **more)[0][0] == [[points]]
+    assert points_of([[one]], lambda *_: '{"wrong": []}', form="capo")[0][0] == [[[0.0] * 5]]
 
 
 # ---------------------------------------------------------------- FAPO
@@ -136,7 +136,7 @@ def test_fapo_finds_the_first_wrong_step():
         return {"wrong": "It is \\boxed{1}", "right": "\\boxed{-1}"}.get(last, "\\boxed{7}")
 
     units = [[sample(f"first\n\n{last}")] for last in ("wrong", "right", "neither")]
-    (points, _), _ = judged(units, reply, form="fapo", only="math")
+    (points, _), _ = points_of(units, reply, form="fapo", only="math")
     assert points == [[1.0], [0.0], [None]]  # there is no seventh step
 
 
@@ -164,25 +164,25 @@ def test_reward_anything_scores_a_group_by_a_principle():
 
     group = [sample(text) for text in ("a", "bb", "cccc")]
     more = {"principle": "be short", "votes": 3, "temperature": 1.0}
-    (points, _), _ = judged([group], reply, form="reward_anything", **more)
+    (points, _), _ = points_of([group], reply, form="reward_anything", **more)
     assert points == [[1.0, 0.75, 0.25]]
     for bad in ('{"scores": {"model-1": 3, "model-2": 4}}', '{"scores": [1, 2, 3]}', "none"):
-        assert judged([group], lambda *_, bad=bad: bad, form="reward_anything")[0][0] == [
+        assert points_of([group], lambda *_, bad=bad: bad, form="reward_anything")[0][0] == [
             [None] * 3
         ]
 
 
 def agreement(scores, labels):
     """The released formula, in float64, by loops over all pairs."""
-    lost = total = np.float64(0)
+    loss = total = np.float64(0)
     for i in range(len(scores)):
         for j in range(i):
             weight = 1 + abs(labels[i] - labels[j])
             total += weight
             order = np.sign(scores[i] - scores[j]) * np.sign(labels[i] - labels[j])
             tie = scores[i] == scores[j] and labels[i] != labels[j]
-            lost += weight * (order < 0) + weight * 0.5 * tie
-    return 1 - lost / total
+            loss += weight * (order < 0) + weight * 0.5 * tie
+    return 1 - loss / total
 
 
 def test_listwise_agreement_is_the_released_formula():
@@ -243,17 +243,17 @@ def test_srpo_pays_what_reflection_makes_of_an_answer():
 
 
 def test_the_length_of_a_reflection_has_a_target():
-    whole, bare = (make_reward("srpo", "rewards.srpo", length=x) for x in (0.1, 0.0))
+    with_length, bare = (make_reward("srpo", "rewards.srpo", length=x) for x in (0.1, 0.0))
     near = reflected("4", "4").replace("t" * 9, "t" * 400)
     ratio = len(near) / 401
     assert 2.1 < ratio < 2.4
-    (a,), (b,) = whole([sample(near)]), bare([sample(near)])
+    (a,), (b,) = with_length([sample(near)]), bare([sample(near)])
     assert a - b == pytest.approx(0.1 * math.exp(-(((ratio - 2) / 0.5) ** 2)), abs=1e-12)
     for pad in (0, 30):
         text = reflected("4", "4", pad=pad)
         ratio = len(text) / 10  # nine letters of thought, and the answer
         points = 0.1 * math.exp(-(((ratio - 2) / 0.5) ** 2))
-        (a,), (b,) = whole([sample(text)]), bare([sample(text)])
+        (a,), (b,) = with_length([sample(text)]), bare([sample(text)])
         assert a - b == pytest.approx(points, abs=1e-12)
     near = make_reward("srpo", "rewards.srpo", target=ratio, most=ratio + 1)
     assert near([sample(text)])[0] - b == pytest.approx(0.1, abs=1e-12)
@@ -311,7 +311,7 @@ def test_a_critic_gives_levels_that_rubicon_sums_up():
     def reply(text, vote):
         return json.dumps({"1": 1, "2": "proud" not in text})
 
-    (points, _), _ = judged(units, reply, form="rubicon", criteria=criteria)
+    (points, _), _ = points_of(units, reply, form="rubicon", criteria=criteria)
     rubric = [Criterion(**each) for each in criteria]
     assert [x for (x,) in points] == [rubicon_score([0.5, 1.0], rubric), 0.0]
     sharper = rubicon_form(shaping=4.0)(checked(JudgeTable, "k", options_of(criteria)), "k")
@@ -334,14 +334,14 @@ def test_steps_and_the_whole_count_in_equal_shares():
         return json.dumps({"steps": [1, 5, 3] if many else [2], "whole": 4})
 
     options = {"form": "datarus", "scale": [1, 5]}
-    (points, counts), _ = judged(units, reply, **options)
+    (points, counts), _ = points_of(units, reply, **options)
     by_hand = [((np.mean(s) + 4) / 2 - 1) / 4 for s in ([1, 5, 3], [2])]
     assert [x for (x,) in points[:2]] == pytest.approx(by_hand, abs=1e-12)
     assert points[2] == [None]
     assert counts["judge_calls"] == 2
     wrong = ('{"steps": [1, 2], "whole": 3}', '{"steps": [9]}', '{"steps": [9], "whole": 3}', "4")
-    for said in wrong:
-        (points, _), _ = judged(units[1:2], lambda text, vote, said=said: said, **options)
+    for answer in wrong:
+        (points, _), _ = points_of(units[1:2], lambda text, vote, answer=answer: answer, **options)
         assert points == [[None]]
 
 
@@ -349,15 +349,15 @@ def test_the_steps_of_an_episode_are_its_turns():
     turns = [("assistant", "import x"), ("tool", "error"), ("assistant", "so 4")]
     messages = tuple({"role": role, "content": text} for role, text in turns)
     unit = [dataclasses.replace(sample("so 4"), messages=messages)]
-    seen = []
+    prompts = []
 
     def reply(text, vote):
-        seen.append(text)
+        prompts.append(text)
         return '{"steps": [10, 1], "whole": 10}'
 
-    (points, _), _ = judged([unit], reply, form="datarus")
+    (points, _), _ = points_of([unit], reply, form="datarus")
     assert points == [[pytest.approx((5.5 + 10) / 2 / 9 - 1 / 9, abs=1e-12)]]
-    assert "Step 1: import x\n\ntool: error\n\nStep 2: so 4" in seen[0]
+    assert "Step 1: import x\n\ntool: error\n\nStep 2: so 4" in prompts[0]
 
 
 # ---------------------------------------------------------------- PTA-GRPO
@@ -379,11 +379,13 @@ def test_a_plan_is_worth_the_share_of_its_solutions_that_are_right():
     bare = ["4", "<plan>a</plan><plan>b</plan>4", "<plan> </plan>4"]
     units = [[sample(text)] for text in plans + bare]
     options = {"form": "pta_plan", "votes": 4, "temperature": 1.0}
-    (points, counts), toy = judged(units, reply, **options)
+    (points, counts), toy = points_of(units, reply, **options)
     expected = [np.mean([float(vote < n) for vote in range(4)]) for n in right.values()]
     assert [x for (x,) in points] == [*expected, 0.0, 0.0, 0.0]
     assert counts["judge_calls"] == 12  # nothing is asked about completions without a plan
-    assert all("2+2?" in text and "9" not in text for text in toy.seen)  # the plan alone is shown
+    assert all(
+        "2+2?" in text and "9" not in text for text in toy.prompts
+    )  # the plan alone is shown
 
 
 def test_the_policy_solves_by_plans_where_a_configuration_says_so():

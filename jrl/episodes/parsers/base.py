@@ -1,4 +1,4 @@
-"""What a family of tool-call formats is: records of calls, and its parser."""
+"""Records of tool calls, and the parser of a family of formats."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def _without_surrogates(value: Any) -> Any:
 _ARGUMENTS = ("arguments", "parameters")
 _BESIDE = {"name", "id", "type"}
 OBJECT = re.compile(r'\s*\{\s*["}]')
-"""What a JSON object begins with, white space before it included."""
+"""Beginning of a JSON object, leading white space included."""
 
 
 def call_of(value: Any) -> Call | Malformed:

@@ -236,7 +236,7 @@ _OPTIONS = {
     "score_mod": None,  # from JAX 0.12 on, and so is the next, which it does not read
     "cudnn_version": None,
 }
-"""What they are here, but for those that differ between calls."""
+"""Their values here, except those that differ between calls."""
 
 
 def continues() -> bool:

@@ -170,7 +170,7 @@ def _accumulated(
 
 
 _PER_HALF = 256
-"""What ``_halves`` divides by: 2^(15 - 7), of the biases of the two exponents."""
+"""Divisor of ``_halves``: 2^(15 - 7), of the biases of the two exponents."""
 
 
 def _halves(x: Array) -> Array:

@@ -122,7 +122,7 @@ FORMS: Mapping[str, JudgeForm] = {
     "yes_no": JudgeForm(ASK, read_yes_no_verdict),
     "steps": JudgeForm(ASK_STEPS, read_step_verdicts),
 }
-"""How a judge may be asked."""
+"""Forms of the question to the judge, by name."""
 
 
 def judged_env(

@@ -40,7 +40,7 @@ class Stuck(NamedTuple):
 
 
 Planner = Callable[[Stuck], Sequence[str]]
-"""What was not proved -> subgoals, in an order in which each may use those before it."""
+"""Unproved statement -> subgoals, in an order in which each may use those before it."""
 
 
 class PlannedProof(NamedTuple):

@@ -316,7 +316,7 @@ def observe_r1(
 # ---------------------------------------------------------------- MASA
 
 LABELS = ("ask", "predicted_tokens", "predicted_passes")
-"""What an environment records: "ask" [N], 1 for a prompt that asks for predictions about the
+"""Labels that the environment sets: "ask" [N], 1 for a prompt that asks for predictions about the
 problem of the same "prompt" id, 0 for one that asks for its solution; [N, G], of meta completions,
 the predicted length in tokens and the predicted number of right answers, -1 without a valid one."""
 

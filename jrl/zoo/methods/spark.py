@@ -47,7 +47,7 @@ Here is an attempt at it:
 
 Check the attempt, mend what is wrong in it, and answer the question."""
 VERDICT = "verdict"
-"""What a group's prior says of it: the right verdict, 1 for "yes", -1 for "no", 2 for "A", -2 for
+"""Key of a group's prior with the right verdict: 1 for "yes", -1 for "no", 2 for "A", -2 for
 "B"; 0 for a problem or a reflection, which the problem's own reward functions judge."""
 _NO_TICKET = -1
 

@@ -23,12 +23,12 @@ import numpy as np
 from jrl.errors import UserError
 
 GLOBAL = "{question}\n\nA draft of a solution:\n{draft}\n\nWrite a correct solution."
-"""What a global refiner reads."""
+"""Prompt of a global refiner."""
 LOCAL = (
     "{question}\n\nA draft of a solution:\n{draft}\n\nThe first wrong step begins at [BAD]. Write a"
     " correct solution."
 )
-"""What a local refiner reads; the draft has the mark."""
+"""Prompt of a local refiner; the draft contains the mark."""
 
 
 class Solution(NamedTuple):

@@ -37,7 +37,7 @@ def test_a_cache_is_read_as_dense_attention_reads_it(window, softcap, queries, i
     length, prompt, s = 384, 256, PROMPTS * MEMBERS
     keys = jax.random.split(jax.random.key(0), 5)
     q = jax.random.normal(keys[0], (s, queries, HEADS, SIZE))
-    own = [jax.random.normal(key, (s, KV_HEADS, length, SIZE)) for key in keys[1:3]]
+    keys_values = [jax.random.normal(key, (s, KV_HEADS, length, SIZE)) for key in keys[1:3]]
     past = [jax.random.normal(key, (PROMPTS, KV_HEADS, prompt, SIZE)) for key in keys[3:]]
     lengths = np.repeat([200, 31], MEMBERS)[:, None, None]
     ends = [200] * s if together else [383, 130, 127, 0, 5, 260]
@@ -46,7 +46,10 @@ def test_a_cache_is_read_as_dense_attention_reads_it(window, softcap, queries, i
     mask = (columns <= reached) & (reached - columns < reach)
     before = np.arange(prompt)[None, None]
     before = (before < lengths) & (lengths + reached - before < reach)
-    parts = part_of(*own, jnp.asarray(mask), int8), part_of(*past, jnp.asarray(before), int8)
+    parts = (
+        part_of(*keys_values, jnp.asarray(mask), int8),
+        part_of(*past, jnp.asarray(before), int8),
+    )
 
     def kernel(q, part, scale, softcap):
         assert cache_read.takes(q, part)
@@ -58,8 +61,8 @@ def test_a_cache_is_read_as_dense_attention_reads_it(window, softcap, queries, i
         chosen = {"scale": 0.3, "softcap": softcap}
         return attend_parts(q, parts, **chosen), attend_parts(q, parts, **chosen, attend_one=kernel)
 
-    expected, found = look(q, parts)
-    np.testing.assert_allclose(found, expected, atol=2e-6)
+    expected, out = look(q, parts)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
 def test_only_blocks_that_some_row_sees_are_read():

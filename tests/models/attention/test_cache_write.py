@@ -32,44 +32,44 @@ def inputs(kind):
     def numbers(shape, dtype):
         return (10 * jax.random.normal(next(keys), shape)).astype(dtype)
 
-    held = jax.tree.map(lambda x: numbers(x.shape, x.dtype), make(ROWS, COLUMNS).rows[0][0])
+    cache = jax.tree.map(lambda x: numbers(x.shape, x.dtype), make(ROWS, COLUMNS).rows[0][0])
     shape = (ROWS, config.kv_heads, 1, config.head_dim)
-    return held, {name: numbers(shape, config.dtype) for name in ("k", "v")}
+    return cache, {name: numbers(shape, config.dtype) for name in ("k", "v")}
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
 def test_the_kernel_writes_what_the_plain_way_writes(kind):
-    held, new = inputs(kind)
+    cache, new = inputs(kind)
     live = np.array([True, True, True, False, True, True])
-    assert takes(held)
+    assert takes(cache)
 
     @partial(jax.jit, compiler_options=QUICK)
-    def both(held, new):
-        plain = write(held, new, AT[:, None], live[:, None])
+    def both(cache, new):
+        plain = write(cache, new, AT[:, None], live[:, None])
         return plain, write_columns(
-            held, entries_of(held, new), jnp.where(live, AT, -1), axes=AXES, interpret=True
+            cache, entries_of(cache, new), jnp.where(live, AT, -1), axes=AXES, interpret=True
         )
 
-    expected, found = both(held, new)
-    assert set(found) == set(held)
-    for name in held:
-        assert np.array_equal(found[name], expected[name]), name
-        changed = np.not_equal(found[name], held[name]).reshape(ROWS, -1).any(-1)
+    expected, written = both(cache, new)
+    assert set(written) == set(cache)
+    for name in cache:
+        assert np.array_equal(written[name], expected[name]), name
+        changed = np.not_equal(written[name], cache[name]).reshape(ROWS, -1).any(-1)
         assert changed.tolist() == [True, True, True, False, False, False], name
 
 
 @pytest.mark.parametrize("axes", [{"data": 2, "tensor": 2}, {"fsdp": 4}])
 def test_each_device_writes_its_own_rows_and_heads(axes):
     """Six rows do not divide over four devices, where every device writes all of them."""
-    held, new = inputs("float32")
+    cache, new = inputs("float32")
     live = jnp.ones((ROWS, 1), bool)
-    expected = write(held, new, AT[:, None], live)
+    expected = write(cache, new, AT[:, None], live)
     with jax.set_mesh(make_mesh(axes)):
-        found = jax.jit(cache_writer("splash", CONFIG), compiler_options=QUICK)(
-            held, new, AT[:, None], live
+        written = jax.jit(cache_writer("splash", CONFIG), compiler_options=QUICK)(
+            cache, new, AT[:, None], live
         )
-    for name in held:
-        assert np.array_equal(found[name], expected[name]), name
+    for name in cache:
+        assert np.array_equal(written[name], expected[name]), name
 
 
 def test_caches_for_kernels_have_columns_in_whole_tiles():

@@ -54,27 +54,27 @@ def packed():
     return Owners(*map(jnp.asarray, (positions, segments, owners, lengths)), PROMPT)
 
 
-def both(how, config, laid, inputs):
+def both(how, config, layout, inputs):
     """Values, and their gradients by a weight for each number of a live token."""
 
-    def total(q, *held):
+    def total(q, *keys_values):
         window = NO_WINDOW if config.window is None else config.window
-        seen = shared_attention(how, config, laid)(q, *held, window)
-        live = (laid.segments != 0)[:, :, None, None]
-        seen = jnp.where(live, seen, 0)
-        return (seen * inputs[-1]).sum(), seen
+        out = shared_attention(how, config, layout)(q, *keys_values, window)
+        live = (layout.segments != 0)[:, :, None, None]
+        out = jnp.where(live, out, 0)
+        return (out * inputs[-1]).sum(), out
 
     compiled = partial(jax.jit, compiler_options=QUICK)
-    gradients, seen = compiled(jax.grad(total, (0, 1, 2, 3, 4), has_aux=True))(*inputs[:-1])
-    return [seen, *gradients]
+    gradients, out = compiled(jax.grad(total, (0, 1, 2, 3, 4), has_aux=True))(*inputs[:-1])
+    return [out, *gradients]
 
 
 def random_inputs():
     keys = jax.random.split(jax.random.key(0), 4)
     q, weights = jax.random.normal(keys[0], (2, ROWS, COLUMNS, HEADS, SIZE))
     past = jax.random.normal(keys[1], (2, BLOCKS, KV_HEADS, PROMPTS * PROMPT, SIZE))
-    own = jax.random.normal(keys[2], (2, ROWS, KV_HEADS, COLUMNS, SIZE))
-    return q, *past, *own, weights
+    keys_values = jax.random.normal(keys[2], (2, ROWS, KV_HEADS, COLUMNS, SIZE))
+    return q, *past, *keys_values, weights
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,9 @@ def test_kernels_equal_dense_attention_on_packed_rows_behind_prompts(changes, mo
     config, packed_rows, inputs = dataclasses.replace(MODEL, **changes), packed(), random_inputs()
     expected = both("xla", config, packed_rows, inputs)
     for kind in ("blockwise", "splash"):
-        for got, wanted in zip(both(kind, config, packed_rows, inputs), expected, strict=True):
-            assert float(jnp.abs(wanted).max()) > 0.1
-            np.testing.assert_allclose(got, wanted, atol=2e-5, err_msg=kind)
+        for got, want in zip(both(kind, config, packed_rows, inputs), expected, strict=True):
+            assert float(jnp.abs(want).max()) > 0.1
+            np.testing.assert_allclose(got, want, atol=2e-5, err_msg=kind)
 
 
 def test_blocks_need_no_order_of_columns():
@@ -150,8 +150,8 @@ def test_a_network_gives_the_same_states_on_every_kernel(kind):
 
     def states(how):
         network = transformer(config, attention=how, remat="full")
-        found, _ = jax.jit(network.extras.hidden_shared, compiler_options=QUICK)(params, rows)
-        return np.asarray(found)[live]
+        hidden, _ = jax.jit(network.extras.hidden_shared, compiler_options=QUICK)(params, rows)
+        return np.asarray(hidden)[live]
 
     np.testing.assert_allclose(states(kind), states("xla"), atol=2e-5)
 
@@ -170,7 +170,7 @@ def test_splash_reads_a_cache_as_dense_attention_does(window, softcap, queries, 
     keys = jax.random.split(jax.random.key(0), 3)
     s = BLOCKS * members
     q = jax.random.normal(keys[0], (s, queries, HEADS, SIZE))
-    own = jax.random.normal(keys[1], (2, s, KV_HEADS, length, SIZE))
+    keys_values = jax.random.normal(keys[1], (2, s, KV_HEADS, length, SIZE))
     past = jax.random.normal(keys[2], (2, BLOCKS, KV_HEADS, prompt, SIZE))
     prompts = np.repeat([200, 31], members)[:, None, None]
     reached = (
@@ -182,7 +182,7 @@ def test_splash_reads_a_cache_as_dense_attention_does(window, softcap, queries, 
     positions = np.arange(prompt)[None, None]
     before = (positions < prompts) & (prompts + reached - positions < reach)
     parts = [
-        Part(own[0], own[1], jnp.asarray(mask)),
+        Part(keys_values[0], keys_values[1], jnp.asarray(mask)),
         Part(past[0], past[1], jnp.asarray(before)),
     ]
     chosen = {"scale": 0.3, "softcap": softcap}
@@ -192,8 +192,8 @@ def test_splash_reads_a_cache_as_dense_attention_does(window, softcap, queries, 
     def look(q, parts):
         return attend_parts(q, parts, **chosen), attend_parts(q, parts, **chosen, attend_one=kernel)
 
-    expected, found = look(q, parts)
-    np.testing.assert_allclose(found, expected, atol=2e-6)
+    expected, out = look(q, parts)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
 def test_what_a_kernel_does_not_read_is_not_sent_again():
@@ -222,9 +222,9 @@ def test_prompts_are_prefilled_and_continued_alike_by_the_kernel():
         states, cache = network.extend(weights, cache, pending, at, jnp.ones((3, 1), bool))
         return states, cache.rows[0][0]["v"]
 
-    (expected, plain), (states, held) = next_states("xla"), next_states("splash")
+    (expected, plain), (states, continued) = next_states("xla"), next_states("splash")
     assert plain.shape[2] == 21
-    assert held.shape[2] == 128
+    assert continued.shape[2] == 128
     np.testing.assert_allclose(states, expected, atol=2e-5)
 
 
@@ -243,11 +243,11 @@ def test_cudnn_is_asked_for_what_dense_attention_computes():
     @partial(jax.jit, compiler_options=QUICK)
     def look(q, k, v, positions, segments):
         mask, _ = visible(positions, segments, positions, segments)
-        asked = partial(cudnn, q, k, v, scale=0.3, implementation="xla")
-        return attend(q, k, v, mask, scale=0.3), asked(mask=mask), asked(lengths=lengths)
+        attention = partial(cudnn, q, k, v, scale=0.3, implementation="xla")
+        return attend(q, k, v, mask, scale=0.3), attention(mask=mask), attention(lengths=lengths)
 
-    expected, *found = look(q, k, v, positions, live.astype(np.int32))
-    for got in found:
+    expected, *results = look(q, k, v, positions, live.astype(np.int32))
+    for got in results:
         assert got.shape == q.shape
         np.testing.assert_allclose(np.asarray(got)[live], np.asarray(expected)[live], atol=1e-5)
 
@@ -300,17 +300,17 @@ def test_rows_behind_their_prompts_need_no_mask(before, axes, monkeypatch):
     live = columns < lengths[:, None]
     positions = np.repeat(before, 2)[:, None] + columns
     marks = positions, live.astype(np.int32), np.zeros((4, COLUMNS), np.int32)
-    laid = Owners(*map(jnp.asarray, (*marks, before[:, None])), PROMPT)
+    layout = Owners(*map(jnp.asarray, (*marks, before[:, None])), PROMPT)
     sizes = [(4, COLUMNS, HEADS, SIZE), *[(2, KV_HEADS, PROMPT, SIZE)] * 2]
     sizes += [(4, KV_HEADS, COLUMNS, SIZE)] * 2
     inputs = [jax.random.normal(k, size) for k, size in zip(keys, sizes, strict=False)]
     probe = jax.random.normal(keys[5], sizes[0]) * live[:, :, None, None]
 
     def by_mask(*inputs):
-        return shared_attention("xla", MODEL, laid)(*inputs, NO_WINDOW)
+        return shared_attention("xla", MODEL, layout)(*inputs, NO_WINDOW)
 
     def by_lengths(*inputs):
-        rows = laid._replace(row_lengths=jnp.asarray(lengths))
+        rows = layout._replace(row_lengths=jnp.asarray(lengths))
         return shared_attention("cudnn", MODEL, rows)(*inputs, NO_WINDOW)
 
     @partial(jax.jit, compiler_options=QUICK)
@@ -320,9 +320,9 @@ def test_rows_behind_their_prompts_need_no_mask(before, axes, monkeypatch):
 
     devices = jax.devices()[: math.prod(axes.values())]
     with jax.set_mesh(make_mesh(axes or {"data": 1}, devices)):
-        (*expected, values), (*found, same) = both_ways(inputs)
+        (*expected, values), (*slopes, same) = both_ways(inputs)
     np.testing.assert_allclose(np.asarray(same)[live], np.asarray(values)[live], atol=1e-5)
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(slopes, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
@@ -340,8 +340,8 @@ def as_on_a_gpu(monkeypatch):
 def test_this_release_of_jax_has_what_rows_behind_prompts_ask_cudnn_for():
     """Arguments of its own functions, which it may change: the gradient is traced."""
     assert cudnn_module.continues()
-    q, keys, own = ((4, 8, 2, 64), (2, 2, 6, 64), (4, 2, 8, 64))
-    q, *pieces = (jnp.zeros(size, jnp.bfloat16) for size in (q, keys, keys, own, own))
+    q, keys, row_keys = ((4, 8, 2, 64), (2, 2, 6, 64), (4, 2, 8, 64))
+    q, *pieces = (jnp.zeros(size, jnp.bfloat16) for size in (q, keys, keys, row_keys, row_keys))
     lengths = cudnn_module.Lengths(jnp.array([6, 3]), jnp.array([8, 8, 1, 0]))
 
     def total(q, before, after):
@@ -364,8 +364,8 @@ def test_on_a_gpu_programs_call_cudnn_forward_and_backward():
     inputs = [x.astype(jnp.bfloat16) for x in random_inputs()[:-1]]
 
     def total(*inputs):
-        seen = shared_attention("auto", config, packed_rows)(*inputs, NO_WINDOW)
-        return seen.astype(jnp.float32).sum()
+        out = shared_attention("auto", config, packed_rows)(*inputs, NO_WINDOW)
+        return out.astype(jnp.float32).sum()
 
     traced = jax.jit(jax.grad(total)).trace(*inputs)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -379,15 +379,15 @@ def test_a_long_row_behind_its_prompt_goes_to_cudnn_without_a_mask():
     config, columns = dataclasses.replace(MODEL, dtype="bfloat16"), 2**16
     shape = jax.ShapeDtypeStruct
     row, one = shape((1, columns), jnp.int32), shape((1,), jnp.int32)
-    laid = Owners(row, row, row, shape((1, 1), jnp.int32), 8, None, one)
+    layout = Owners(row, row, row, shape((1, 1), jnp.int32), 8, None, one)
     sizes = [(1, columns, HEADS, SIZE), *[(1, KV_HEADS, 8, SIZE)] * 2]
     sizes += [(1, KV_HEADS, columns, SIZE)] * 2
     inputs = [shape(size, jnp.bfloat16) for size in sizes]
 
-    def look(laid, *inputs):
-        return shared_attention("auto", config, laid._replace(width=8))(*inputs, NO_WINDOW)
+    def look(layout, *inputs):
+        return shared_attention("auto", config, layout._replace(width=8))(*inputs, NO_WINDOW)
 
-    text = jax.jit(look).trace(laid, *inputs).lower(lowering_platforms=("cuda",)).as_text()
+    text = jax.jit(look).trace(layout, *inputs).lower(lowering_platforms=("cuda",)).as_text()
     assert "__cudnn$fmhaSoftmax" in text
     assert f"{columns}x{columns}" not in text
 
@@ -507,6 +507,6 @@ def test_kernels_divide_rows_heads_and_queries_over_devices(kind, axes):
     packed_rows, inputs = packed(), random_inputs()
     expected = both("xla", config, packed_rows, inputs)
     with jax.set_mesh(make_mesh(axes)):
-        found = both(kind, config, packed_rows, inputs)
-    for got, wanted in zip(found, expected, strict=True):
-        np.testing.assert_allclose(got, wanted, atol=2e-5)
+        results = both(kind, config, packed_rows, inputs)
+    for got, want in zip(results, expected, strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5)

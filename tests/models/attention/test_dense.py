@@ -44,28 +44,28 @@ def test_attention_to_a_shared_past_equals_attention_to_copies_of_it(softcap):
     members, p = 3, 4
     keys = jax.random.split(jax.random.key(3), 6)
     q = jax.random.normal(keys[0], (B * members, Q, H, D))
-    own = jax.random.normal(keys[1], (2, B * members, K, Q, D))
+    row_part = jax.random.normal(keys[1], (2, B * members, K, Q, D))
     past = jax.random.normal(keys[2], (2, B, K, p, D))
     mask_past = jax.random.bernoulli(keys[3], 0.5, (B * members, Q, p)).at[1].set(False)
     mask_own = jax.random.bernoulli(keys[4], 0.5, (B * members, Q, Q)).at[2].set(False)
     weights = jax.random.normal(keys[5], q.shape)
 
-    def shared(q, own, past):
-        held = Past(*past, mask_past)
-        out = attend_shared(q, held, *own, mask_own, scale=0.7, softcap=softcap)
+    def shared(q, row_part, past):
+        prefix = Past(*past, mask_past)
+        out = attend_shared(q, prefix, *row_part, mask_own, scale=0.7, softcap=softcap)
         return (weights * out).sum(), out
 
-    def copied(q, own, past):
-        k, v = jnp.concatenate([jnp.repeat(past, members, axis=1), own], axis=3)
+    def repeated(q, row_part, past):
+        k, v = jnp.concatenate([jnp.repeat(past, members, axis=1), row_part], axis=3)
         mask = jnp.concatenate([mask_past, mask_own], axis=2)
         out = attend(q, k, v, mask, scale=0.7, softcap=softcap)
         return (weights * out).sum(), out
 
     quick = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-    got, out = quick(jax.grad(shared, (0, 1, 2), has_aux=True))(q, own, past)
-    wanted, expected = quick(jax.grad(copied, (0, 1, 2), has_aux=True))(q, own, past)
+    got, out = quick(jax.grad(shared, (0, 1, 2), has_aux=True))(q, row_part, past)
+    want, expected = quick(jax.grad(repeated, (0, 1, 2), has_aux=True))(q, row_part, past)
     np.testing.assert_allclose(out, expected, atol=1e-6)
-    for a, b in zip(got, wanted, strict=True):
+    for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
@@ -123,8 +123,8 @@ def test_write_stores_live_entries_at_their_columns():
     columns, live = jnp.array([[3, 4], [0, C]]), jnp.array([[True, False], [True, True]])
     out = write(old, new, columns, live)
     for name in ("k", "v"):
-        written = np.asarray(out[name]).any((1, 3))
-        assert [np.flatnonzero(row).tolist() for row in written] == [[3], [0]]
+        columns_written = np.asarray(out[name]).any((1, 3))
+        assert [np.flatnonzero(row).tolist() for row in columns_written] == [[3], [0]]
 
 
 @pytest.mark.parametrize("queries", [1, 256])
@@ -153,17 +153,17 @@ def test_bfloat16_attention_and_its_gradient_are_close_to_float32(queries):
 def test_bfloat16_attention_to_a_shared_past_is_close_to_float32(queries):
     keys = jax.random.split(jax.random.key(0), 4)
     q = jax.random.normal(keys[0], (4, queries, 4, 64))
-    own = jax.random.normal(keys[1], (2, 4, 2, queries, 64))
+    row_part = jax.random.normal(keys[1], (2, 4, 2, queries, 64))
     past = jax.random.normal(keys[2], (2, 2, 2, 128, 64))
     before = jnp.ones((4, queries, 128), bool)
     mask = jnp.ones((4, queries, queries), bool)
 
-    def total(q, own, past):
-        out = attend_shared(q, Past(*past, before), *own, mask, scale=0.125)
+    def total(q, row_part, past):
+        out = attend_shared(q, Past(*past, before), *row_part, mask, scale=0.125)
         return (out.astype(jnp.float32) ** 2).sum()
 
     compute = jax.jit(jax.value_and_grad(total, (0, 1, 2)))
-    low = [x.astype(jnp.bfloat16) for x in (q, own, past)]
+    low = [x.astype(jnp.bfloat16) for x in (q, row_part, past)]
     value, gradients = compute(*low)
     exact, expected = compute(*(x.astype(jnp.float32) for x in low))
     assert float(value) == pytest.approx(float(exact), rel=0.02)

@@ -38,78 +38,78 @@ def uses(name):
 def episode(env, actions, split="train", key=KEY):
     """The prompt, then (reply, reward, done, player) of each turn."""
     step, start = jit(env.step), env.generate(key, split)
-    said, state = [], start.state
+    turns, state = [], start.state
     for action in actions:
         tokens = jnp.array(env.tokenizer.encode(LETTERS[action]))
         mover = int(env.mover(state))
         state, turn = step(state, tokens, jnp.int32(1), jax.random.key(0))
         reply = env.tokenizer.decode(turn.reply[: int(turn.count)].tolist())
-        said.append((reply, np.asarray(turn.reward), bool(turn.done), mover))
+        turns.append((reply, np.asarray(turn.reward), bool(turn.done), mover))
         if turn.done:
             break
-    return env.render(start)[0], said
+    return env.render(start)[0], turns
 
 
 def own_state(env, key=KEY):
-    """What the library's state was at the start of that episode."""
+    """The library's state at the start of that episode."""
     return env.generate(key, "train").state.state
 
 
 @uses("pgx")
 def test_tic_tac_toe_is_that_of_pgx(library):
-    env, made = (
+    env, game = (
         get_env("pgx", id="tic_tac_toe", opponent="self", turns=9),
         library.make("tic_tac_toe"),
     )
     for seed in range(3):
         key, rng = jax.random.key(seed), np.random.default_rng(seed)
         actions = rng.permutation(9).tolist()
-        prompt, said = episode(env, actions, key=key)
-        state, step = own_state(env, key), jit(made.step)
+        prompt, turns = episode(env, actions, key=key)
+        state, step = own_state(env, key), jit(game.step)
         assert prompt == "0" * 9
-        for action, (reply, reward, done, player) in zip(actions, said, strict=False):
+        for action, (reply, reward, done, player) in zip(actions, turns, strict=False):
             assert player == int(state.current_player)
             state = step(state, jnp.int32(action))
             board = np.asarray(state.observation).reshape(9, 2)
             assert reply == "".join(str(int(mine) + 2 * int(theirs)) for mine, theirs in board)
             assert reward.tolist() == np.asarray(state.rewards).tolist()
             assert done == bool(state.terminated)
-        assert said[-1][2]
+        assert turns[-1][2]
 
 
 @uses("pgx")
 def test_a_random_opponent_of_pgx_moves_in_between(library):
     env = get_env("pgx", turns=5)
-    begun = set()
+    moves_before = set()
     for seed in range(6):
-        prompt, said = episode(env, [4, 4], key=jax.random.key(seed))
-        begun.add(prompt.count("2"))  # of the other player, seen by the policy
+        prompt, turns = episode(env, [4, 4], key=jax.random.key(seed))
+        moves_before.add(prompt.count("2"))  # of the other player, seen by the policy
         if prompt[4] == "0":
-            assert said[0][0][4] == "1"
-            assert said[0][0].count("2") == prompt.count("2") + 1
-            assert said[1][1] == -1  # taken: illegal, and so lost
-            assert said[1][2]
-    assert begun == {0, 1}
+            assert turns[0][0][4] == "1"
+            assert turns[0][0].count("2") == prompt.count("2") + 1
+            assert turns[1][1] == -1  # taken: illegal, and so lost
+            assert turns[1][2]
+    assert moves_before == {0, 1}
 
 
 @uses("jumanji")
 def test_a_maze_is_that_of_jumanji(library):
-    env, made = get_env("jumanji", id="Maze-v0", turns=8, digits=1), library.make("Maze-v0")
+    env, maze = get_env("jumanji", id="Maze-v0", turns=8, digits=1), library.make("Maze-v0")
     actions = [0, 1, 2, 3, 1, 1, 2, 2]
-    prompt, said = episode(env, actions)
-    (state, seen), step = own_state(env), jit(made.step)
+    prompt, turns = episode(env, actions)
+    (state, observation), step = own_state(env), jit(maze.step)
 
-    def told(o):
+    def text_of(o):
         places = [o.agent_position.row, o.agent_position.col]
         target = [o.target_position.row, o.target_position.col]
         figures = [FIGURES[int(x)] for x in (*places, *target)]
         return "".join(figures) + "".join("01"[int(x)] for x in np.ravel(o.walls))
 
     # Leaves of a NamedTuple stand in the order of its fields.
-    assert prompt == told(seen)
-    for action, (reply, reward, done, _) in zip(actions, said, strict=False):
+    assert prompt == text_of(observation)
+    for action, (reply, reward, done, _) in zip(actions, turns, strict=False):
         state, timestep = step(state, jnp.int32(action))
-        assert reply == told(timestep.observation)
+        assert reply == text_of(timestep.observation)
         assert (float(reward), done) == (float(timestep.reward), bool(timestep.last()))
 
 
@@ -117,10 +117,10 @@ def test_a_maze_is_that_of_jumanji(library):
 def test_actions_of_several_numbers_are_counted_through(library):
     env = get_env("jumanji", id="Minesweeper-v0", turns=3)
     start = env.generate(KEY, "train")
-    state, made = own_state(env), library.make("Minesweeper-v0")
+    state, game = own_state(env), library.make("Minesweeper-v0")
     tokens = jnp.array(env.tokenizer.encode("BV"))  # 26 + 21 = row 4, column 7
     _, turn = jit(env.step)(start.state, tokens, jnp.int32(2), KEY)
-    _, timestep = jit(made.step)(state[0], jnp.array([4, 7]))
+    _, timestep = jit(game.step)(state[0], jnp.array([4, 7]))
     board = env.tokenizer.decode(turn.reply.tolist())[:100]
     assert board == "".join("-" if x < 0 else FIGURES[x] for x in np.ravel(timestep.observation[0]))
     assert float(turn.reward) == float(timestep.reward)
@@ -129,21 +129,21 @@ def test_actions_of_several_numbers_are_counted_through(library):
 @uses("gymnax")
 def test_a_pole_is_that_of_gymnax(library):
     env = get_env("gymnax", id="CartPole-v1", turns=30, goal=9.0)
-    made, parameters = library.make("CartPole-v1")
-    prompt, said = episode(env, [1] * 30)
-    (state, seen), step = own_state(env), jit(partial(made.step_env, params=parameters))
+    pole, parameters = library.make("CartPole-v1")
+    prompt, turns = episode(env, [1] * 30)
+    (state, observation), step = own_state(env), jit(partial(pole.step_env, params=parameters))
 
-    def told(o):
+    def text_of(o):
         return "".join(
             ("-" if x < 0 else "+") + f"{min(round(abs(float(x)) * 100), 999):03}" for x in o
         )
 
-    assert prompt == told(seen)
-    for reply, reward, done, _ in said:
-        seen, state, paid, ended, _ = step(KEY, state, 1)
-        assert reply == told(seen)
-        assert (float(reward), done) == (float(paid), bool(ended))
-    assert 5 < len(said) < 15  # pushed one way, it falls
+    assert prompt == text_of(observation)
+    for reply, reward, done, _ in turns:
+        observation, state, paid, terminated, _ = step(KEY, state, 1)
+        assert reply == text_of(observation)
+        assert (float(reward), done) == (float(paid), bool(terminated))
+    assert 5 < len(turns) < 15  # pushed one way, it falls
 
 
 @uses("gymnax")
@@ -151,26 +151,26 @@ def test_what_is_shown_may_be_chosen(library, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def flags(observation):\n    return observation > 0.5\n")
     env = get_env("gymnax", id="Catch-bsuite", turns=9, show="mine.py:flags")
-    prompt, said = episode(env, [1] * 9)
+    prompt, turns = episode(env, [1] * 9)
     assert len(prompt) == 50
     assert prompt.count("1") == 2  # the ball and the paddle
-    assert said[-1][2]
+    assert turns[-1][2]
 
 
 @uses("navix")
 def test_an_empty_room_is_that_of_navix(library):
     env = get_env("navix", id="Navix-Empty-5x5-v0", turns=20)
-    made = library.make("Navix-Empty-5x5-v0")
+    room = library.make("Navix-Empty-5x5-v0")
     actions = [2, 2, 1, 0, 1, 2, 2, 2]  # 2: forward, 1: turn right, 0: left
-    prompt, said = episode(env, actions)
-    state, step = own_state(env), jit(made.step)
-    told = lambda s: "".join(FIGURES[int(x)] for x in np.ravel(s.observation))  # noqa: E731
-    assert prompt == told(state)
-    for action, (reply, reward, done, _) in zip(actions, said, strict=False):
+    prompt, turns = episode(env, actions)
+    state, step = own_state(env), jit(room.step)
+    text_of = lambda s: "".join(FIGURES[int(x)] for x in np.ravel(s.observation))  # noqa: E731
+    assert prompt == text_of(state)
+    for action, (reply, reward, done, _) in zip(actions, turns, strict=False):
         state = step(state, jnp.int32(action))
-        assert reply == told(state)
+        assert reply == text_of(state)
         assert (float(reward), done) == (float(state.reward), bool(state.step_type > 0))
-    assert (said[-1][1], said[-1][2]) == (1, True)
+    assert (turns[-1][1], turns[-1][2]) == (1, True)
 
 
 @pytest.mark.parametrize("name", ["gymnax", "jumanji", "navix", "pgx"])

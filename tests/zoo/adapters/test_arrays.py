@@ -33,8 +33,8 @@ def test_numbers_are_written_with_as_many_figures_each():
 @pytest.mark.parametrize("flags", [2, 5, 6])
 def test_a_board_of_flags_is_one_figure_a_cell(flags):
     board = np.random.default_rng(flags).random((2, 3, flags)) < 0.4
-    said = text(jnp.asarray(board))
-    for cell, figure in zip(board.reshape(-1, flags), said, strict=True):
+    figures = text(jnp.asarray(board))
+    for cell, figure in zip(board.reshape(-1, flags), figures, strict=True):
         first = int(np.argmax(cell)) + 1 if cell.any() else 0
         bits = int(sum(2**i for i in np.flatnonzero(cell)))
         assert FIGURES.index(figure) == (bits if flags <= 5 else first)
@@ -67,20 +67,20 @@ def turns_of(env, split, seed, letters="ABC"):
     """An episode of random turns: (prompt, [(letter, turn, who took it)])."""
     rng = np.random.default_rng(seed)
     start = jax.device_get(env.generate(jax.random.key(seed), split))
-    step, state, taken = jit(env.step), start.state, []
-    while len(taken) < env.turns:
+    step, state, turns = jit(env.step), start.state, []
+    while len(turns) < env.turns:
         letter = str(rng.choice(list(letters)))
         tokens = jnp.array(env.tokenizer.encode(letter))
-        key = jax.random.key(100 * seed + len(taken))
+        key = jax.random.key(100 * seed + len(turns))
         mover = int(env.mover(state))
         state, turn = jax.device_get(step(state, tokens, jnp.int32(1), key))
-        taken.append((letter, turn, mover))
+        turns.append((letter, turn, mover))
         if turn.done:
             break
-    return env.render(start)[0], taken
+    return env.render(start)[0], turns
 
 
-def shown(env, turn):
+def state_text(env, turn):
     return env.tokenizer.decode(turn.reply[: turn.count].tolist())
 
 
@@ -88,9 +88,9 @@ def test_against_itself_the_policy_is_asked_for_every_player():
     env = array_env(race(), turns=10, opponent="self").check()
     assert env.players == 2
     for seed in range(8):
-        prompt, taken = turns_of(env, "train", seed)
+        prompt, turns = turns_of(env, "train", seed)
         total, player = int(prompt[0]), int(prompt[1])
-        for letter, turn, mover in taken:
+        for letter, turn, mover in turns:
             assert mover == player
             total += "ABC".index(letter) + 1
             expected = [0, 0] if total < 7 else [1 if p == player else -1 for p in range(2)]
@@ -98,7 +98,7 @@ def test_against_itself_the_policy_is_asked_for_every_player():
             assert turn.success.tolist() == [e == 1 for e in expected]
             assert turn.done == (total >= 7)
             player = 1 - player
-            assert shown(env, turn) == f"{total}{player}"
+            assert state_text(env, turn) == f"{total}{player}"
 
 
 @pytest.mark.parametrize("opponent", ["random", "self"])
@@ -107,17 +107,17 @@ def test_other_players_draw_legal_actions_until_it_is_the_policys_turn(opponent)
     split = "eval" if opponent == "self" else "train"
     moves, first, ends = set(), set(), set()
     for seed in range(30):
-        prompt, taken = turns_of(env, split, seed, letters="AB")
+        prompt, turns = turns_of(env, split, seed, letters="AB")
         total = int(prompt[0])
         first.add(total)
-        for letter, turn, mover in taken:
+        for letter, turn, mover in turns:
             assert mover == 0
             total += "AB".index(letter) + 1
             points = float(np.atleast_1d(turn.reward)[0])
             if total >= 7:
                 assert (points, bool(turn.done)) == (1, True)
             else:
-                after = int(shown(env, turn)[0])
+                after = int(state_text(env, turn)[0])
                 assert (points, bool(turn.done)) == (-float(after >= 7), after >= 7)
                 moves.add((total >= 4, after - total))
                 total = after
@@ -131,8 +131,8 @@ def test_other_players_draw_legal_actions_until_it_is_the_policys_turn(opponent)
 def test_a_turn_that_is_no_action_ends_the_episode():
     env = array_env(race(players=1), turns=10).check()
     state = env.generate(jax.random.key(0), "train").state
-    for said in ("3", "+"):
-        tokens = jnp.array(env.tokenizer.encode(said))
+    for word in ("3", "+"):
+        tokens = jnp.array(env.tokenizer.encode(word))
         _, turn = env.step(state, tokens, jnp.int32(1), jax.random.key(0))
         assert (float(turn.reward), bool(turn.done), bool(turn.success)) == (-1, True, False)
     _, turn = env.step(state, jnp.array([env.stop_id]), jnp.int32(1), jax.random.key(0))
@@ -146,13 +146,13 @@ def test_points_add_up_to_the_goal_and_many_actions_take_two_letters():
     game = Game("sum", lambda key: jnp.int32(0), step, lambda state: state, actions=30)
     env = array_env(game, turns=3, goal=2.0, digits=3, show=lambda x: x * 2).check()
     assert (env.turn_tokens, env.reply_tokens) == (2, 3)
-    state, said, ids = env.generate(jax.random.key(0), "train").state, [], []
+    state, turns, ids = env.generate(jax.random.key(0), "train").state, [], []
     for letters in ("BC", "AB", "BD"):  # 28, 1, 29
         tokens = jnp.array(env.tokenizer.encode(letters))
         state, turn = env.step(state, tokens, jnp.int32(2), jax.random.key(0))
-        said.append((shown(env, turn), bool(turn.success)))
+        turns.append((state_text(env, turn), bool(turn.success)))
         ids.append(int(turn.state_id))
-    assert said == [("01k", False), ("01m", True), ("038", True)]
+    assert turns == [("01k", False), ("01m", True), ("038", True)]
     assert len(set(ids)) == 3
     _, turn = env.step(state, jnp.array(env.tokenizer.encode("BE")), jnp.int32(2), KEY)  # 30
     assert float(turn.reward) == -1
@@ -162,7 +162,7 @@ KEY = jax.random.key(0)
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"turns": 0}, "data.turns = 0; choose an integer from 1 to 10000"),
         ({"digits": 9}, "data.digits = 9; choose an integer from 1 to 6"),
@@ -172,8 +172,8 @@ KEY = jax.random.key(0)
         ({"opponent": "self"}, "data.opponent = 'self': race has one player"),
     ],
 )
-def test_bad_options(options, says):
-    with pytest.raises(UserError, match=says):
+def test_bad_options(options, message):
+    with pytest.raises(UserError, match=message):
         array_env(race(players=1), **({"turns": 5} | options))
 
 
@@ -186,8 +186,8 @@ def test_random_keys_of_a_state_are_integers_to_the_host():
     """NumPy holds no typed keys, and groups of several draws are joined as its arrays."""
 
     def step(state, action, key):
-        key, drawn = jax.random.split(state["key"])
-        total = state["total"] + jax.random.randint(drawn, (), 0, 10)
+        key, step_key = jax.random.split(state["key"])
+        total = state["total"] + jax.random.randint(step_key, (), 0, 10)
         return {"key": key, "total": total}, jnp.float32(0), total > 20
 
     game = Game(

@@ -68,13 +68,13 @@ def test_a_named_environment_needs_the_extra():
         "FrozenLake-v1", str, ACTIONS.get, Limits(), options={"is_slippery": False}
     )
     lake = gymnasium.make("FrozenLake-v1", is_slippery=False)
-    seen, _ = lake.reset(seed=3)
+    observation, _ = lake.reset(seed=3)
     state, messages = env.init(PROMPT, 3)
-    assert messages[0]["content"] == f"Walk.\n{seen}"
+    assert messages[0]["content"] == f"Walk.\n{observation}"
     for word in ("down", "down", "right", "right", "down", "right"):
-        seen, reward, terminated, _, _ = lake.step(ACTIONS[word])
+        observation, reward, terminated, _, _ = lake.step(ACTIONS[word])
         state, feedback = env.step(state, reply(word))
-        assert feedback.messages[0]["content"] == str(seen)
+        assert feedback.messages[0]["content"] == str(observation)
         assert (feedback.reward, feedback.done) == (reward, terminated)
     assert feedback.success
     env.close(state)

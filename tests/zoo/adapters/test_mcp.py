@@ -54,10 +54,10 @@ server.run()
 def server(tmp_path):
     (tmp_path / "server.py").write_text(SERVER)
     threads = threading.active_count()
-    found = McpServer([sys.executable, str(tmp_path / "server.py")])
-    yield found
-    found.close()
-    found.close()
+    mcp = McpServer([sys.executable, str(tmp_path / "server.py")])
+    yield mcp
+    mcp.close()
+    mcp.close()
     assert threading.active_count() == threads
 
 
@@ -80,7 +80,7 @@ def test_errors_are_told_to_the_policy_and_a_dead_server_is_started_again(server
     env = tool_env(server.tools(), parser, lambda prompt, reply: 1.0, Limits())
     prompt = Prompt(0, "?", np.zeros(0, np.int32), "")
 
-    def said(**arguments):
+    def reply_to(**arguments):
         async def turn():
             text = parser.render(Call("add", arguments))
             state, _ = await env.init(prompt, 0)
@@ -88,12 +88,12 @@ def test_errors_are_told_to_the_policy_and_a_dead_server_is_started_again(server
 
         return asyncio.run(turn())[1].messages[0]["content"]
 
-    assert "5" in said(a=2, b=3)
-    assert "not 13" in said(a=13, b=0)
-    assert "'b' is a required property" in said(a=1)
+    assert "5" in reply_to(a=2, b=3)
+    assert "not 13" in reply_to(a=13, b=0)
+    assert "'b' is a required property" in reply_to(a=1)
     with pytest.raises(EnvError, match="MCP server"):
-        said(a=99, b=0)  # it dies: the member fails
-    assert "7" in said(a=3, b=4)
+        reply_to(a=99, b=0)  # it dies: the member fails
+    assert "7" in reply_to(a=3, b=4)
 
 
 @needs_mcp
@@ -130,21 +130,21 @@ DRAFT_7 = {**PAIR, "$schema": "http://json-schema.org/draft-07/schema#"}
 
 def test_names_that_no_parser_reads_are_mapped():
     names = ("fs.read", "fs/read", "_x", "repo/search", "add")
-    listed = Listed(*(offered(name, EMPTY) for name in names))
-    plain = [tool.name for tool in listed.tools()]
+    server = Listed(*(offered(name, EMPTY) for name in names))
+    plain = [tool.name for tool in server.tools()]
     assert plain == ["fs_read", "fs_read_2", "tool_x", "repo_search", "add"]
-    assert [tool.name for tool in listed.tools(["repo/search"])] == ["repo_search"]
+    assert [tool.name for tool in server.tools(["repo/search"])] == ["repo_search"]
     assert len(plain_name("a" * 99, {"a" * 64})) == 64
-    tool_env(listed.tools(), get_parser("hermes"), lambda p, r: 1.0, Limits())
+    tool_env(server.tools(), get_parser("hermes"), lambda p, r: 1.0, Limits())
 
 
 def test_a_bad_tool_is_left_out_and_said(caplog):
-    listed = Listed(offered("bad", PAIR), offered("old", DRAFT_7), offered("add", EMPTY))
-    assert [tool.name for tool in listed.tools()] == ["old", "add"]
+    server = Listed(offered("bad", PAIR), offered("old", DRAFT_7), offered("add", EMPTY))
+    assert [tool.name for tool in server.tools()] == ["old", "add"]
     assert "tool 'bad': its schema is invalid" in caplog.text
     assert "left out" in caplog.text
     with pytest.raises(UserError, match="tool 'bad': its schema is invalid"):
-        listed.tools(["bad"])
+        server.tools(["bad"])
     with pytest.raises(UserError, match="no tool that can be used"):
         Listed(offered("bad", PAIR)).tools()
 

@@ -63,9 +63,9 @@ uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
 def url(tmp_path_factory):
     path = tmp_path_factory.mktemp("openenv") / "server.py"
     path.write_text(SERVER)
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     command = [sys.executable, str(path), str(port)]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
@@ -83,37 +83,37 @@ def url(tmp_path_factory):
 
 async def play(env, moves, seed=1):
     state, messages = await env.init(PROMPT, seed)
-    seen = [messages[0]["content"]]
+    texts = [messages[0]["content"]]
     try:
         for number, move in enumerate(moves):
             state, feedback = await env.step(
                 state, Reply(move, move, np.zeros(1, np.int32), number, False)
             )
-            seen.append(feedback.messages[0]["content"])
+            texts.append(feedback.messages[0]["content"])
     finally:
         await env.close(state)
-    return seen, feedback
+    return texts, feedback
 
 
 @needs_openenv
 def test_an_episode_on_a_server(url):
     env = check_env(from_openenv(url, observation="text", limits=Limits(turns=5)))
-    seen, end = asyncio.run(play(env, ["down", "up", "down", "down"]))
-    assert seen == ["Count.\n3 left", "2 left", "2 left", "1 left", "0 left"]
+    texts, end = asyncio.run(play(env, ["down", "up", "down", "down"]))
+    assert texts == ["Count.\n3 left", "2 left", "2 left", "1 left", "0 left"]
     assert (end.reward, end.done, end.success) == (1.0, True, True)
 
     async def several():
         return await asyncio.gather(*(play(env, ["down"], seed) for seed in (0, 1, 2)))
 
-    assert [seen[0] for seen, _ in asyncio.run(several())] == [
+    assert [texts[0] for texts, _ in asyncio.run(several())] == [
         f"Count.\n{n} left" for n in (2, 3, 4)
     ]
 
 
 @needs_openenv
 def test_all_fields_are_shown_or_the_one_that_is_missing_named(url):
-    seen, _ = asyncio.run(play(from_openenv(url), ["down"]))
-    assert '"text": "2 left"' in seen[1]
+    texts, _ = asyncio.run(play(from_openenv(url), ["down"]))
+    assert '"text": "2 left"' in texts[1]
     with pytest.raises(EnvError, match="an observation without 'board'; it has text"):
         asyncio.run(play(from_openenv(url, observation="board"), []))
 

@@ -19,16 +19,16 @@ needs_textarena = pytest.mark.extra("textarena")
 async def play(env, moves, seed=3):
     try:
         state, messages = await env.init(PROMPT, seed)
-        seen, feedback = [messages[0]["content"]], {}
+        texts, feedback = [messages[0]["content"]], {}
         for number, move in enumerate(moves):
             state, feedback = await env.step(
                 state, Reply(move, move, np.zeros(1, np.int32), number, False)
             )
             if feedback.get("done"):
                 break
-            seen.append(feedback["messages"][0]["content"])
+            texts.append(feedback["messages"][0]["content"])
         await env.close(state)
-        return seen, feedback
+        return texts, feedback
     finally:
         await env.lifecycle.shutdown()
 
@@ -37,14 +37,14 @@ async def play(env, moves, seed=3):
 def test_a_game_is_played_to_its_end():
     env = from_textarena("GuessTheNumber-v0")
     moves = [f"I say [{i}]" for i in range(1, 21)]
-    seen, end = asyncio.run(play(env, moves))
-    assert seen[0].startswith("Win.\n[GAME] You are Player 0")
-    assert seen[1] == "[GAME] The target number is higher."  # its own move is not repeated
+    texts, end = asyncio.run(play(env, moves))
+    assert texts[0].startswith("Win.\n[GAME] You are Player 0")
+    assert texts[1] == "[GAME] The target number is higher."  # its own move is not repeated
     assert end["done"]
     assert end["success"] is (end["reward"] >= 1)
     assert end["metrics"] == {"invalid_moves": 0.0}
     again = asyncio.run(play(from_textarena("GuessTheNumber-v0"), moves))
-    assert again == (seen, end)  # the seed is the game
+    assert again == (texts, end)  # the seed is the game
 
 
 @needs_textarena
@@ -53,8 +53,8 @@ def test_an_opponent_moves_between_the_policys_turns(tmp_path):
         "import re\n\ndef move(seen):\n    return re.findall(r'\\[\\d\\]', seen)[-1]\n"
     )
     env = from_textarena("TicTacToe-v0", players=2, opponent=f"{tmp_path}/other.py:move")
-    seen, end = asyncio.run(play(env, ["[0]", "[1]", "[2]"]))
-    assert len(seen) >= 2 or end["done"]
+    texts, end = asyncio.run(play(env, ["[0]", "[1]", "[2]"]))
+    assert len(texts) >= 2 or end["done"]
 
 
 def test_what_is_missing_is_named(monkeypatch):

@@ -123,12 +123,12 @@ def folder(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def play(env, said, prompt=PROMPT, cut=False, seed=5):
+def play(env, completions, prompt=PROMPT, cut=False, seed=5):
     async def run():
         state, messages = await env.init(prompt, seed)
         feedbacks = []
         try:
-            for turn, text in enumerate(said):
+            for turn, text in enumerate(completions):
                 reply = Reply(text, text, np.zeros(1, np.int32), turn, cut)
                 state, feedback = await env.step(state, reply)
                 feedbacks.append(check_feedback(feedback, env.limits, 1))
@@ -174,24 +174,24 @@ def test_its_tools_are_called_through_the_parser_and_its_limit_scores(folder):
     assert (env.chat.family, env.chat.roles, env.limits.turns) == ("hermes", ("tool",), 3)
     parser = get_parser("hermes")
     call = parser.render(Call("loud_shout", {"text": "cba"}))
-    _, (told, broken, last) = play(env, [call, "<tool_call>oh</tool_call>", "ABC"])
-    (message,) = told.messages
+    _, (tool_reply, error_reply, last) = play(env, [call, "<tool_call>oh</tool_call>", "ABC"])
+    (message,) = tool_reply.messages
     assert (message["role"], message["content"], message["name"]) == ("tool", "CBA", "loud_shout")
-    assert broken.messages[0]["role"] == "tool"
-    assert "error" in broken.messages[0]["content"]
+    assert error_reply.messages[0]["role"] == "tool"
+    assert "error" in error_reply.messages[0]["content"]
     assert (last.reward, last.done) == ((1.0,), True)
-    _, (*_, ended) = play(env, [call, call, call])  # its last call is not answered any more
-    assert (ended.reward, ended.done) == ((0.0,), True)
+    _, (*_, final) = play(env, [call, call, call])  # its last call is not answered any more
+    assert (final.reward, final.done) == ((0.0,), True)
     gemma = from_verifiers("shout-of-mine", parser="gemma")
     assert gemma.chat.roles == ("user",)
-    _, (told,) = play(gemma, [get_parser("gemma").render(Call("loud_shout", {"text": "a"}))])
-    assert told.messages == [{"role": "user", "content": "```tool_output\nA\n```"}]
+    _, (tool_reply,) = play(gemma, [get_parser("gemma").render(Call("loud_shout", {"text": "a"}))])
+    assert tool_reply.messages == [{"role": "user", "content": "```tool_output\nA\n```"}]
 
 
 def test_what_goes_wrong_fails_the_member_and_is_cleaned_up(folder):
-    broken = from_verifiers("words-of-mine", arguments={"taskset": {"words": ["nekorb"]}})
+    env = from_verifiers("words-of-mine", arguments={"taskset": {"words": ["nekorb"]}})
     with pytest.raises(EnvError, match="it broke"):
-        play(broken, ["?"])
+        play(env, ["?"])
     play(from_verifiers("words-of-mine"), [])  # closed in the middle: nothing is left
     with pytest.raises(UserError, match="data.id = 'no-such-set': verifiers cannot load it"):
         from_verifiers("no-such-set")

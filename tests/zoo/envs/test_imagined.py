@@ -1,4 +1,4 @@
-"""What a model is asked to imagine, and how its replies are read."""
+"""Prompts for imagined dialogues, and parsing of their replies."""
 
 import pytest
 
@@ -21,7 +21,7 @@ TALK = "Agent: What do you know?\nHuman: Loops.\nAgent: Good.\nHuman: I see!\nEN
 
 
 @pytest.mark.parametrize(
-    ("reply", "said"),
+    ("reply", "expected"),
     [
         (TALK, ["Teach me.", "What do you know?", "Loops.", "Good.", "I see!"]),
         ("Sure:\n\n**Human:** Hi\n**Agent**: *waves*\n\nHi.\n**END**", ["Hi", "*waves*\n\nHi."]),
@@ -29,11 +29,11 @@ TALK = "Agent: What do you know?\nHuman: Loops.\nAgent: Good.\nHuman: I see!\nEN
         ("<think>Human: no\nEND</think>Human: yes\nAgent: c\nEND", ["yes", "c"]),
     ],
 )
-def test_a_dialogue_is_read(reply, said):
+def test_a_dialogue_is_read(reply, expected):
     messages = read_dialogue(reply, "Teach me.")
-    assert [m["content"] for m in messages] == said
+    assert [m["content"] for m in messages] == expected
     assert [m["role"] for m in messages] == ["user", "assistant", "user", "assistant", "user"][
-        : len(said)
+        : len(expected)
     ]
 
 
@@ -63,48 +63,48 @@ def test_scores_and_lists():
 
 
 def scripted(*replies):
-    asked, left = [], list(replies)
+    calls, left = [], list(replies)
 
     def ask(prompt, seed):
-        asked.append((prompt, seed))
+        calls.append((prompt, seed))
         return left.pop(0)
 
-    return ask, asked
+    return ask, calls
 
 
 def test_a_row_says_how_it_came_about():
-    ask, asked = scripted("?", TALK, "?", "?", "It is.\nScore: 10")
+    ask, calls = scripted("?", TALK, "?", "?", "It is.\nScore: 10")
     row = imagine_row(ask, TASK, ["a shy one", "a proud one"], 3, seed=1)
     assert row["reward"] == 1.0
     assert (row["number"], row["persona"]) == (3, "a proud one")
     assert row["critique"] == "It is.\nScore: 10"
     assert row["messages"][0] == {"role": "user", "content": "Teach me."}
-    prompts = [prompt for prompt, _ in asked]
+    prompts = [prompt for prompt, _ in calls]
     assert SKILLS[row["skill"]] in prompts[0]
     assert "a proud one" in prompts[0]
     assert TASK.goal in prompts[-1]
     assert "Human: I see!" in prompts[-1]
-    assert len({seed for _, seed in asked}) == 5  # what is asked for again is drawn anew
+    assert len({seed for _, seed in calls}) == 5  # what is asked for again is drawn anew
     again, same = scripted("?", TALK, "?", "?", "It is.\nScore: 10")
     assert imagine_row(again, TASK, ["a shy one", "a proud one"], 3, seed=1) == row
-    assert same == asked
+    assert same == calls
 
 
 def test_criteria_revise_a_dialogue():
     task = TASK._replace(criteria=("The student doubts.",))
     revised = "Human: Teach me.\nAgent: No.\nEND"
-    ask, asked = scripted(TALK, revised, "Score: 0")
+    ask, calls = scripted(TALK, revised, "Score: 0")
     row = imagine_row(ask, task, ["one"], 0, seed=0)
     assert [m["content"] for m in row["messages"]] == ["Teach me.", "No."]
-    assert "- The student doubts." in asked[1][0]
-    assert "Agent: No." in asked[2][0]
+    assert "- The student doubts." in calls[1][0]
+    assert "Agent: No." in calls[2][0]
 
 
 def test_what_stays_unreadable_is_given_up():
-    ask, asked = scripted(*["?"] * 9)
+    ask, calls = scripted(*["?"] * 9)
     with pytest.raises(UnreadableError):
         imagine_row(ask, TASK, ["one"], 0, seed=0)
-    assert len(asked) == ATTEMPTS
+    assert len(calls) == ATTEMPTS
 
 
 def test_all_skills_are_imagined():
@@ -118,12 +118,12 @@ def test_all_skills_are_imagined():
 
 def test_personas_that_are_known_are_kept():
     task = TASK._replace(personas=4)
-    ask, asked = scripted("1. b\n2. c\n", "?", "1. c\n2. d\n3. e")
+    ask, calls = scripted("1. b\n2. c\n", "?", "1. c\n2. d\n3. e")
     assert reason(ask, task, ["a", "a"], seed=0) == ["a", "b", "c", "d"]
-    assert "- a\n" in asked[0][0]
-    assert "List 3 such people" in asked[0][0]
-    assert asked[1][0] == asked[2][0] == reason_prompt(task, 1, ["a", "b", "c"])
-    ask, asked = scripted()
+    assert "- a\n" in calls[0][0]
+    assert "List 3 such people" in calls[0][0]
+    assert calls[1][0] == calls[2][0] == reason_prompt(task, 1, ["a", "b", "c"])
+    ask, calls = scripted()
     assert reason(ask, task, list("abcd"), seed=0) == list("abcd")
     with pytest.raises(UnreadableError):
         reason(scripted("?", None, "")[0], task, [], seed=0)

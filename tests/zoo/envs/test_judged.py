@@ -29,10 +29,10 @@ def talk(env, *turns):
 )
 def test_the_judge_is_paid_for_agreeing_with_the_outcome(answer, verdict, solver, judge):
     env = check_env(configured_env("judged", {"form_weight": 0.5}))
-    opening, asked, end = talk(env, answer, verdict)
+    opening, to_judge, end = talk(env, answer, verdict)
     assert opening[-1]["content"] == PROMPT.text
-    assert "42" not in asked.messages[0]["content"]  # it is not told the answer
-    assert asked.next == 1
+    assert "42" not in to_judge.messages[0]["content"]  # it is not told the answer
+    assert to_judge.next == 1
     assert (end.reward, end.earlier, end.done) == ((judge,), ((solver,),), True)
     assert end.success == (solver == 1)
     assert end.labels == {"outcome": int(solver)}
@@ -53,11 +53,11 @@ def verdicts(*steps, final="CORRECT", between=""):
 
 def test_steps_are_labelled_and_judged_one_by_one():
     env = check_env(configured_env("judged", {"form": "steps"}))
-    _, asked, end = talk(env, SOLUTION, verdicts("INCORRECT", "CORRECT"))
-    numbers = asked.labels["solution_step"]
+    _, to_judge, end = talk(env, SOLUTION, verdicts("INCORRECT", "CORRECT"))
+    numbers = to_judge.labels["solution_step"]
     assert "".join("_01"[n + 1] for n in numbers) == "0" * 18 + "_" * 4 + "1" * 15 + "_" * 6
-    assert "It has 2 steps" in asked.messages[0]["content"]
-    assert "\\boxed{CORRECT}" in asked.messages[0]["content"]
+    assert "It has 2 steps" in to_judge.messages[0]["content"]
+    assert "\\boxed{CORRECT}" in to_judge.messages[0]["content"]
     assert end.labels == {"outcome": 1, "verified_steps": 2, "verdicts": 0b10}
     assert (end.earlier, end.reward) == (((1.0,),), (1.8,))
     *_, end = talk(env, SOLUTION, verdicts("CORRECT"))  # one verdict for two steps

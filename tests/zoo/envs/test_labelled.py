@@ -26,8 +26,8 @@ def answered(env, prompt, text):
     async def play():
         state, _ = await env.init(prompt, 0)
         tokens = np.array([*TOKENIZER.encode(text), STOP], np.int32)
-        asked = env, PlainFormat(TOKENIZER), TOKENIZER, state, 0, tokens, False
-        return (await call_step(*asked))[1]
+        arguments = env, PlainFormat(TOKENIZER), TOKENIZER, state, 0, tokens, False
+        return (await call_step(*arguments))[1]
 
     return asyncio.run(play())
 
@@ -39,14 +39,14 @@ def problem(answer, **meta):
 def test_items_of_a_list_are_known_by_token_and_paid_by_rank():
     env = ranked_list(4)
     text = "1. dune\n\n- alien\ndune\nheat"
-    found = answered(env, problem(["Dune", "heat", "up"]), text)
-    assert found.reward == (1.0, 0.0, 0.0, 1.0)  # an item counts once
-    assert found.metrics == {"recall": pytest.approx(2 / 3)}
-    assert not found.success
+    feedback = answered(env, problem(["Dune", "heat", "up"]), text)
+    assert feedback.reward == (1.0, 0.0, 0.0, 1.0)  # an item counts once
+    assert feedback.metrics == {"recall": pytest.approx(2 / 3)}
+    assert not feedback.success
     assert env.parts == ("rank_1", "rank_2", "rank_3", "rank_4")
     lines = [("1. dune\n", 0), ("\n", -1), ("- alien\n", 1), ("dune\n", 2), ("heat", 3)]
     expected = [item for line, item in lines for _ in line]
-    assert found.labels["item"] == [*expected, -1]  # the stop token adds no character
+    assert feedback.labels["item"] == [*expected, -1]  # the stop token adds no character
     assert answered(env, problem("dune\nheat"), "heat\ndune").success
 
 
@@ -63,14 +63,14 @@ def test_a_token_of_many_characters_has_the_label_of_the_first():
     env = HostEnv(None, step, extras=EnvExtras(token_labels=("place",)))
 
     async def play(give):
-        own = env._replace(step=give)
-        asked = own, PlainFormat(TOKENIZER), Pairs(), 0, 0, np.array([1, 0, 2, 3]), False
-        return (await call_step(*asked))[1]
+        paired = env._replace(step=give)
+        arguments = paired, PlainFormat(TOKENIZER), Pairs(), 0, 0, np.array([1, 0, 2, 3]), False
+        return (await call_step(*arguments))[1]
 
-    async def listed(state, reply):
+    async def step_with_list(state, reply):
         return state, Feedback((), 0.0, True, labels={"place": [*range(len(reply.text))]})
 
-    assert asyncio.run(play(listed)).labels == {"place": [0, 2, 2, 4]}
+    assert asyncio.run(play(step_with_list)).labels == {"place": [0, 2, 2, 4]}
 
     async def short(state, reply):
         return state, Feedback((), 0.0, True, labels={"place": [1]})
@@ -93,15 +93,15 @@ def test_a_label_is_a_whole_number(label):
 
 
 @pytest.mark.parametrize(
-    ("names", "said"),
+    ("names", "message"),
     [
         ({"labels": ("turn",)}, "env.extras.labels: 'turn' is taken"),
         ({"labels": ("a",), "token_labels": ("a",)}, "env.extras.token_labels: 'a' is taken"),
         ({"token_labels": "item"}, "env.extras.token_labels = 'item'; must be a tuple of names"),
     ],
 )
-def test_labels_have_names_of_their_own(names, said):
-    with pytest.raises(UserError, match=said):
+def test_labels_have_names_of_their_own(names, message):
+    with pytest.raises(UserError, match=message):
         check_env(ranked_list(1)._replace(extras=EnvExtras(**names)))
 
 
@@ -110,8 +110,8 @@ def test_a_problem_is_solved_in_one_group_and_foretold_in_the_other():
     assert (env.extras.asks, env.extras.labels) == (2, ("predicted_tokens", "predicted_passes"))
     solved = answered(env, problem("42", ask=0), "42")
     assert (solved.reward, solved.success, solved.labels) == ((1.0,), True, {})
-    said = "<tokens>9</tokens> <tokens>12</tokens> <passes>3</passes>"
-    foretold = answered(env, problem("42", ask=1), said)
+    prediction = "<tokens>9</tokens> <tokens>12</tokens> <passes>3</passes>"
+    foretold = answered(env, problem("42", ask=1), prediction)
     assert foretold.labels == {"predicted_tokens": 12, "predicted_passes": 3}
     assert (foretold.reward, foretold.metrics) == ((0.0,), {"predictions_read": 1.0})
     none = answered(env, problem("42", ask=1), "<passes>5</passes> 42")
@@ -125,7 +125,7 @@ def test_a_problem_is_solved_in_one_group_and_foretold_in_the_other():
 
 
 def test_labels_become_ids_of_rows():
-    drawn = Segment(
+    segment = Segment(
         np.array([5, 6], np.int32),
         True,
         np.zeros(2, np.float32),
@@ -135,9 +135,9 @@ def test_labels_become_ids_of_rows():
     between = Segment(np.array([7], np.int32), False)
     opening = np.array([2], np.int32)
     row = Transcript(
-        problem(""), 0, opening, (drawn, between), StopReason.DONE, labels={"guess": 4}
+        problem(""), 0, opening, (segment, between), StopReason.DONE, labels={"guess": 4}
     )
-    bare = row._replace(member=1, labels={}, segments=(drawn._replace(labels={}),))
+    bare = row._replace(member=1, labels={}, segments=(segment._replace(labels={}),))
     shape = RowShape(2, 1, 4, labels=("guess",), token_labels=("item",))
     ids = to_rollout([[row, bare]], shape).ids
     assert ids["guess"].tolist() == [[4, -1]]

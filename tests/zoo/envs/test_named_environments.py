@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import numpy as np
 import pytest
-from scripted import played
+from scripted import play_turns
 
 from jrl.episodes.configured import configured_env
 from jrl.episodes.host import Reply
@@ -39,18 +39,18 @@ def points(prompt, text):
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A file of functions, and the address of an endpoint that always says "It is 42."."""
-    told = []
+    requests = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            told.append((body, self.headers.get("Authorization")))
+            requests.append((body, self.headers.get("Authorization")))
             answer = json.dumps({"choices": [{"message": {"content": "It is 42."}}]}).encode()
             self.send_response(200)
             self.end_headers()
             self.wfile.write(answer)
 
-        def log_message(self, *given):
+        def log_message(self, *args):
             pass
 
     root = tmp_path_factory.mktemp("named")
@@ -58,13 +58,13 @@ def place(tmp_path_factory):
     server = HTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield root, f"http://127.0.0.1:{server.server_port}/v1", told
+    yield root, f"http://127.0.0.1:{server.server_port}/v1", requests
     server.shutdown()
     thread.join()
     server.server_close()
 
 
-def made(text, place=None):
+def make(text, place=None):
     """The environment of a [data] table."""
     root, url = (str(x) for x in place[:2]) if place else ("", "")
     table = tomllib.loads(text.replace("ROOT", root).replace("URL", url))
@@ -73,7 +73,7 @@ def made(text, place=None):
 
 def play(env, *turns):
     async def run():
-        episode = await played(env, turns, PROMPT)
+        episode = await play_turns(env, turns, PROMPT)
         await env.lifecycle.shutdown()
         return episode
 
@@ -82,51 +82,51 @@ def play(env, *turns):
 
 def test_a_model_behind_an_endpoint_is_guided(place, monkeypatch):
     monkeypatch.setenv("MY_KEY", "secret")
-    env = made('env = "players:guided"\nurl = "URL"\nmodel = "m"\nkey_variable = "MY_KEY"', place)
+    env = make('env = "players:guided"\nurl = "URL"\nmodel = "m"\nkey_variable = "MY_KEY"', place)
     _, (feedback,) = play(env, "Multiply.")
     assert (feedback.reward, feedback.success) == ((1.0,), True)
     body, header = place[2][-1]
     assert (body["model"], header) == ("m", "Bearer secret")
     assert "Multiply." in body["messages"][0]["content"]
     with pytest.raises(UserError, match="data.key_variable names 'NO_KEY'"):
-        made('env = "players:guided"\nurl = "URL"\nmodel = "m"\nkey_variable = "NO_KEY"', place)
+        make('env = "players:guided"\nurl = "URL"\nmodel = "m"\nkey_variable = "NO_KEY"', place)
 
 
 def test_functions_by_name(place):
     talk = 'env = "players:dialogue"\njudge = "ROOT/own.py:judge"\n'
-    _, (first, second) = play(made(f'{talk}user = "ROOT/own.py:user"', place), "41?", "42!")
+    _, (first, second) = play(make(f'{talk}user = "ROOT/own.py:user"', place), "41?", "42!")
     assert (first.messages[0]["content"], first.reward) == ("And 1?", (0.0,))
     assert (second.reward, second.done) == ((1.0,), True)
-    spoken = play(made(f'{talk}url = "URL"\nmodel = "m"', place), "41?")[1][0]
+    spoken = play(make(f'{talk}url = "URL"\nmodel = "m"', place), "41?")[1][0]
     assert spoken.messages[0]["content"] == "It is 42."
     with pytest.raises(UserError, match=r"data.user is missing"):
-        made(talk, place)
-    _, (pioneer, observer) = play(made('env = "players:pair"'), "42", "41")
+        make(talk, place)
+    _, (pioneer, observer) = play(make('env = "players:pair"'), "42", "41")
     assert (pioneer.reward, observer.reward, observer.earlier) == ((1.0,), (1.0,), ((0.0,),))
     pair = 'env = "players:pair"\nreward = "ROOT/own.py:points"'
-    _, (long, _) = play(made(pair, place), "12345", "")
+    _, (long, _) = play(make(pair, place), "12345", "")
     assert long.reward == (0.5,)
     doctor = 'env = "players:consultation"\nurl = "URL"\nmodel = "m"\n'
     doctor += 'examiner = "ROOT/own.py:examiner"\n'
-    _, feedbacks = play(made(doctor, place), "Question: fever?", "Diagnosis: flu")
+    _, feedbacks = play(make(doctor, place), "Question: fever?", "Diagnosis: flu")
     assert [f.reward for f in feedbacks] == [(1.0,), (7.0,)]
     with pytest.raises(UserError, match="give the least and the most"):
-        made(f"{doctor}turns = [3]", place)
+        make(f"{doctor}turns = [3]", place)
 
 
 def test_a_simulated_search(place):
     text = 'env = "zero_search:zero_search"\nurl = "URL"\nmodel = "m"\n'
     text += "steps = 10\nend = 1.0\ncall_seconds = 9"
-    env = made(text, place)
+    env = make(text, place)
     assert env.limits.call_seconds == 9
     env.lifecycle.begin(10, "train")
     call = get_parser("hermes").render(Call("search", {"query": "six"}))
-    _, (found, ended) = play(env, call, "It is 42.")
-    assert found.messages[0]["content"] == "It is 42."
+    _, (documents, end) = play(env, call, "It is 42.")
+    assert documents.messages[0]["content"] == "It is 42."
     assert "useless" in place[2][-1][0]["messages"][0]["content"]
-    assert ended.reward == (1.0,)
-    _, (_, ended) = play(made(text + '\nreward = "f1"', place), call, "Answer: the number 42.")
-    assert ended.reward[0] == pytest.approx(2 / 3)
+    assert end.reward == (1.0,)
+    _, (_, end) = play(make(text + '\nreward = "f1"', place), call, "Answer: the number 42.")
+    assert end.reward[0] == pytest.approx(2 / 3)
 
 
 @pytest.mark.extra("mcp")
@@ -141,20 +141,20 @@ def test_the_tools_of_an_mcp_server(tmp_path):
     text = f'env = "mcp_tools:mcp"\nserver = {command}\nturns = 3\npass_variables = ["MY_WORD"]'
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MY_WORD", "hello")
-        env = made(text)
+        env = make(text)
     call = get_parser("hermes").render(Call("add", {"a": 40, "b": 2}))
-    _, (told, ended) = play(env, call, "It is 42.")
-    assert "42 hello" in told.messages[0]["content"]
-    assert (ended.reward, env.limits.turns) == ((1.0,), 3)
+    _, (result, end) = play(env, call, "It is 42.")
+    assert "42 hello" in result.messages[0]["content"]
+    assert (end.reward, env.limits.turns) == ((1.0,), 3)
     with pytest.raises(UserError, match="has no tool 'sub'"):
-        made(text.replace('["MY_WORD"]', '[]\nnames = ["sub"]'))
+        make(text.replace('["MY_WORD"]', '[]\nnames = ["sub"]'))
     assert threading.active_count() == threads
 
 
 @pytest.mark.extra("gymnasium")
 def test_an_environment_of_gymnasium():
     text = 'env = "gymnasium:gymnasium"\nid = "FrozenLake-v1"\narguments = {is_slippery = false}'
-    env = made(text)
+    env = make(text)
     state, opening = env.init(PROMPT, 0)
     assert opening[0]["content"] == "What is 6 * 7?\n0"
     _, feedback = env.step(state, Reply("I go 1.", "", np.zeros(1, np.int32), 0, False))

@@ -38,17 +38,17 @@ def right(prompt, text):
 
 
 def test_guidance_is_read_by_the_other_model_and_its_answers_are_paid():
-    heard = []
+    conversations = []
 
     def other(messages):
-        heard.append([m["content"] for m in messages])
+        conversations.append([m["content"] for m in messages])
         return "42" if "harder" in messages[-1]["content"] else "41"
 
     env = check_env(guided_env(other, right, turns=3, system="Help."))
     opening, first, second = talk(env, ["Multiply.", "Think harder."])
     assert [m["role"] for m in opening] == ["system", "user"]
-    assert heard[0] == ["What is 6 * 7?\n\nMultiply."]
-    assert heard[1] == [*heard[0], "41", "Think harder."]
+    assert conversations[0] == ["What is 6 * 7?\n\nMultiply."]
+    assert conversations[1] == [*conversations[0], "41", "Think harder."]
     assert (first.reward, first.done, first.messages[0]["content"]) == ((0.0,), False, "41")
     assert (second.reward, second.done, second.success) == ((1.0,), True, True)
     with pytest.raises(EnvError, match="the other model said None, not text"):
@@ -60,8 +60,8 @@ def test_a_dialogue_ends_when_the_judge_says_so():
         return f"heard {len(messages)}"
 
     def judge(prompt, messages):
-        said = messages[-1]["content"]
-        return (5.0, True) if said == "diagnosis" else (-2.0 if said == "again" else 1.0)
+        text = messages[-1]["content"]
+        return (5.0, True) if text == "diagnosis" else (-2.0 if text == "again" else 1.0)
 
     _, first, second, third = talk(dialogue_env(user, judge), ["where", "again", "diagnosis"])
     assert [f.reward for f in (first, second, third)] == [(1.0,), (-2.0,), (5.0,)]
@@ -71,11 +71,11 @@ def test_a_dialogue_ends_when_the_judge_says_so():
 
 
 @pytest.mark.parametrize(
-    ("said", "points"), [(("41", "42"), (0.0, 1.0)), (("42", "42"), (1.0, 1.0))]
+    ("turns", "points"), [(("41", "42"), (0.0, 1.0)), (("42", "42"), (1.0, 1.0))]
 )
-def test_the_observer_reads_the_pioneers_answer_and_both_get_both_rewards(said, points):
+def test_the_observer_reads_the_pioneers_answer_and_both_get_both_rewards(turns, points):
     first, second = points
-    _, pioneer, observer = talk(pair_env(right), said)
+    _, pioneer, observer = talk(pair_env(right), turns)
     assert "another one's" in pioneer.messages[0]["content"]
     assert (pioneer.reward, pioneer.done) == ((first,), False)
     assert observer.earlier == ((second,),)  # the pioneer's share of the observer's reward
@@ -125,12 +125,12 @@ def test_points_of_earlier_turns_are_checked():
 
 
 def test_an_endpoint_is_asked_as_openai_writes_it():
-    asked = []
+    requests = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            asked.append((self.path, self.headers["Authorization"], json.loads(body)))
+            requests.append((self.path, self.headers["Authorization"], json.loads(body)))
             out = json.dumps({"choices": [{"message": {"content": "42"}}]}).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(out)))
@@ -152,7 +152,7 @@ def test_an_endpoint_is_asked_as_openai_writes_it():
         thread.join()
         server.server_close()
     assert end.success
-    ((path, key, body),) = asked
+    ((path, key, body),) = requests
     assert (path, key) == ("/v1/chat/completions", "Bearer k")
     assert (body["model"], body["max_tokens"], body["temperature"]) == ("some", 7, 0.5)
     assert body["messages"][0]["content"].endswith("Multiply.")
@@ -168,13 +168,13 @@ def test_a_consultation_pays_turn_by_turn():
 
     prompt = Prompt(0, "I feel ill.", np.zeros(0, np.int32), "flu")
     env = consultation_env(patient, examiner, turns=(6, 6))
-    said = ["Question: fever?", "Question: blood?", "question: FEVER?", "Hm", "Diagnosis: flu"]
-    opening, *feedbacks = talk(env, said, prompt)
+    turns = ["Question: fever?", "Question: blood?", "question: FEVER?", "Hm", "Diagnosis: flu"]
+    opening, *feedbacks = talk(env, turns, prompt)
     assert "You have 6 turns." in opening[0]["content"]
     assert [f.reward[0] for f in feedbacks] == [1.0, -1.0, -2.0, -2.0, 8.0]
-    told = [f.messages[0]["content"] for f in feedbacks[:-1]]
-    assert told[0] == "Yes, a fever.\nTurn 1 of 6."
-    assert [text[-12:] for text in told] == [f"Turn {k} of 6." for k in (1, 2, 3, 4)]
+    replies = [f.messages[0]["content"] for f in feedbacks[:-1]]
+    assert replies[0] == "Yes, a fever.\nTurn 1 of 6."
+    assert [text[-12:] for text in replies] == [f"Turn {k} of 6." for k in (1, 2, 3, 4)]
     assert feedbacks[-1].done
     assert feedbacks[-1].success
     late = talk(consultation_env(patient, examiner, turns=(1, 1)), ["Question: fever?"], prompt)
@@ -184,42 +184,42 @@ def test_a_consultation_pays_turn_by_turn():
 
 
 def test_the_turns_of_a_consultation_are_drawn_told_and_kept():
-    env = consultation_env(lambda messages: "Yes.", lambda prompt, said: 0.0)
+    env = consultation_env(lambda messages: "Yes.", lambda prompt, reply: 0.0)
     least = {}
     for seed in range(9):
         state, opening = asyncio.run(env.init(PROMPT, seed))
-        told = int(opening[0]["content"].split("You have ")[1].split()[0])
+        turn_count = int(opening[0]["content"].split("You have ")[1].split()[0])
         turn, done = 0, False
         while not done:
             state, feedback = asyncio.run(env.step(state, reply(f"Question: {turn}?", turn)))
             turn, done = turn + 1, feedback.done
-        assert (turn, feedback.reward) == (told, -5.0)
-        least[told] = seed
+        assert (turn, feedback.reward) == (turn_count, -5.0)
+        least[turn_count] = seed
     assert sorted(least) == list(range(2, 11))
 
 
 def test_a_simulated_search_misleads_more_and_more():
-    asked = []
+    prompts = []
 
     def other(messages):
-        asked.append(messages[0]["content"])
+        prompts.append(messages[0]["content"])
         return "documents"
 
     parser = get_parser("hermes")
     env = zero_search_env(other, 40, right, end=1.0)
     text = parser.render(Call("search", {"query": "seven"}))
     for _ in range(20):
-        _, told, end = talk(env, [text, "42"])
-        assert "documents" in told.messages[0]["content"]
+        _, documents, end = talk(env, [text, "42"])
+        assert "documents" in documents.messages[0]["content"]
         assert end.success
-    assert sum("useless" in a for a in asked) == 0
+    assert sum("useless" in a for a in prompts) == 0
     for step, split, noisy in ((40, "train", 20), (40, "eval", 0), (0, "train", 0)):
         # The step says how far the training is, whatever was played before.
         env.lifecycle.begin(step, split)
         for _ in range(20):
             talk(env, [text])
-        assert sum("useless" in a for a in asked[-20:]) == noisy
+        assert sum("useless" in a for a in prompts[-20:]) == noisy
     with pytest.raises(UserError, match="steps = 0"):
         zero_search_env(other, 0)
-    assert "The answer is: 42" in asked[0]
+    assert "The answer is: 42" in prompts[0]
     assert [noise_chance(x, 0.0, 0.75) for x in (0.0, 0.5, 1.0, 2.0)] == [0.0, 0.25, 0.75, 0.75]

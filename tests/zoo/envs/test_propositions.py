@@ -61,7 +61,7 @@ def test_connectives_bind_as_in_lean(text, same):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "character 1: expected a formula, found the end"),
         ("a ->", "character 5: expected a formula, found the end"),
@@ -74,10 +74,10 @@ def test_connectives_bind_as_in_lean(text, same):
         ("a" * (LONGEST + 1), f"a formula has at most {LONGEST} characters, and this one 501"),
     ],
 )
-def test_what_cannot_be_read_is_named_with_its_place(text, said):
+def test_what_cannot_be_read_is_named_with_its_place(text, message):
     with pytest.raises(FormulaError) as error:
         parse_formula(text)
-    assert str(error.value) == said
+    assert str(error.value) == message
 
 
 @QUICK

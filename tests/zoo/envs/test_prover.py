@@ -31,20 +31,20 @@ def problem(text):
 
 def play(env, statement, *turns, cut=False):
     """The opening, and the feedback to each turn."""
-    return asyncio.run(scripted.played(env, turns, problem(statement), cut=cut))
+    return asyncio.run(scripted.play_turns(env, turns, problem(statement), cut=cut))
 
 
 def test_a_proof_is_played_turn_by_turn():
     env = configured_env("prover", {"turns": 6, "turn_tokens": 30})
     assert (env.limits.turns, env.limits.turn_tokens) == (6, 30)
     proof = ["intros f g x", "apply g.", "\n  apply f  \nand so on", "exact x"]
-    opening, told = play(env, BARBARA, *proof)
+    opening, feedbacks = play(env, BARBARA, *proof)
     assert opening == [{"role": "user", "content": f"{INSTRUCTION}\n\n|- {BARBARA}"}]
     above = "f : a -> b\ng : b -> c\nx : a\n|- "
-    assert [t.messages for t in told[:3]] == [
+    assert [t.messages for t in feedbacks[:3]] == [
         [{"role": "user", "content": above + target}] for target in "cba"
     ]
-    assert [(t.reward, t.done, t.success) for t in told] == [
+    assert [(t.reward, t.done, t.success) for t in feedbacks] == [
         *[((0.0,), False, False)] * 3,
         ((1.0,), True, True),
     ]
@@ -63,17 +63,17 @@ def test_a_tactic_that_fails_ends_the_episode():
 
 def test_a_tactic_that_fails_may_be_told_and_cost_points():
     env = prover(errors_end=False, penalty=0.25)
-    _, told = play(env, "a -> a", "left", "simp", "", "intro h", "exact h", cut=True)
-    assert [t.messages[0]["content"] for t in told[:1]] == [
+    _, feedbacks = play(env, "a -> a", "left", "simp", "", "intro h", "exact h", cut=True)
+    assert [t.messages[0]["content"] for t in feedbacks[:1]] == [
         "error: tactic 'left' failed, the target is no \\/: a -> a\n\n|- a -> a"
     ]
-    assert "error: unknown tactic 'simp'" in told[1].messages[0]["content"]
-    assert "error: expected a tactic, found nothing" in told[2].messages[0]["content"]
-    assert [t.reward for t in told] == [(-0.25,)] * 3 + [(0.0,), (1.0,)]
-    assert [t.done for t in told] == [False] * 4 + [True]
-    assert told[-1].success
+    assert "error: unknown tactic 'simp'" in feedbacks[1].messages[0]["content"]
+    assert "error: expected a tactic, found nothing" in feedbacks[2].messages[0]["content"]
+    assert [t.reward for t in feedbacks] == [(-0.25,)] * 3 + [(0.0,), (1.0,)]
+    assert [t.done for t in feedbacks] == [False] * 4 + [True]
+    assert feedbacks[-1].success
     # A state is the same whether an error stands above it or not.
-    assert [t.state_key for t in told[:4]] == ["|- a -> a"] * 3 + ["h : a\n|- a"]
+    assert [t.state_key for t in feedbacks[:4]] == ["|- a -> a"] * 3 + ["h : a\n|- a"]
 
 
 def test_a_system_message_comes_first():
@@ -82,22 +82,22 @@ def test_a_system_message_comes_first():
 
 
 @pytest.mark.parametrize(
-    ("statement", "said"),
+    ("statement", "message"),
     [
         ("", "the statement '' cannot be read: character 1: expected a formula, found the end"),
         ("a -> (b", r"'a -> \(b' cannot be read: character 8: expected a connective or '\)'"),
         ("What is 2 + 2?", "cannot be read: character 1: expected a formula, found 'What'"),
     ],
 )
-def test_a_statement_that_cannot_be_read_fails_its_members(statement, said):
-    with pytest.raises(EnvError, match=said):
+def test_a_statement_that_cannot_be_read_fails_its_members(statement, message):
+    with pytest.raises(EnvError, match=message):
         play(prover(), statement)
 
 
 def test_branches_share_no_later_tactics():
     env = prover()
 
-    async def played():
+    async def play_branches():
         state, _ = await env.init(problem("a -> b -> a"), 0)
         state, _ = await env.step(state, reply("intro x"))
         branch = env.fork(state)
@@ -107,7 +107,7 @@ def test_branches_share_no_later_tactics():
             ends.append((await env.step(after, reply("exact x", 2)))[1].success)
         return ends
 
-    assert asyncio.run(played()) == [True] * 3
+    assert asyncio.run(play_branches()) == [True] * 3
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ LINES = st.builds("{} {}".format, st.sampled_from([*TACTICS]), ARGUMENT)
 def test_any_text_is_answered(turns, errors_end):
     env = prover(errors_end=errors_end)
 
-    async def played():
+    async def play_text():
         state, _ = await env.init(problem("(a \\/ b) /\\ (a <-> b) -> ~~a"), 0)
         for number, text in enumerate(turns):
             state, feedback = await env.step(state, reply(text, number))
@@ -142,7 +142,7 @@ def test_any_text_is_answered(turns, errors_end):
             if feedback.done:
                 break
 
-    asyncio.run(played())
+    asyncio.run(play_text())
 
 
 @pytest.mark.parametrize("penalty", [-1.0, float("nan"), "1"])
@@ -152,13 +152,13 @@ def test_a_penalty_is_a_cost(penalty):
 
 
 def test_a_configuration_names_it():
-    named = "prover"
-    env = configured_env(named, {"turns": 5, "errors_end": False, "call_seconds": 2.0})
+    name = "prover"
+    env = configured_env(name, {"turns": 5, "errors_end": False, "call_seconds": 2.0})
     assert env.limits == Limits(turns=5, call_seconds=2.0)
-    _, (told,) = play(env, "a -> a", "split")
-    assert not told.done
+    _, (feedback,) = play(env, "a -> a", "split")
+    assert not feedback.done
     with pytest.raises(UserError, match=r"data.tactics = 1: there is no such option"):
-        configured_env(named, {"tactics": 1})
+        configured_env(name, {"tactics": 1})
 
 
 # ---------------------------------------------------------------- statements
@@ -181,8 +181,8 @@ def test_statements_are_those_of_their_seed_and_can_be_proved():
 
 
 def test_statements_have_the_atoms_and_the_depth_that_are_asked_for():
-    found = "".join(statements(0, 40, atoms=5, depth=4))
-    assert {c for c in found if c.isalpha()} - set("False") >= {*"bcd"}
+    text = "".join(statements(0, 40, atoms=5, depth=4))
+    assert {c for c in text if c.isalpha()} - set("False") >= {*"bcd"}
     assert {c for c in "".join(statements(0, 20, atoms=2)) if c in "abcde"} == {"a", "b"}
     few = max(map(len, statements(0, 8, depth=2)))
     assert few < max(map(len, statements(0, 8, depth=4)))
@@ -196,9 +196,9 @@ def test_the_statements_that_are_shipped_are_those_that_are_drawn(tmp_path):
     main([str(tmp_path)])
     rows = {}
     for name in ("train", "eval"):
-        made, shipped = (p / f"{name}.jsonl" for p in (tmp_path, SHIPPED))
-        assert made.read_text() == shipped.read_text()
-        rows[name] = {json.loads(line)["question"] for line in made.read_text().splitlines()}
+        generated, shipped = (p / f"{name}.jsonl" for p in (tmp_path, SHIPPED))
+        assert generated.read_text() == shipped.read_text()
+        rows[name] = {json.loads(line)["question"] for line in generated.read_text().splitlines()}
     assert (len(rows["train"]), len(rows["eval"])) == (400, 100)
     assert not rows["train"] & rows["eval"]
 

@@ -14,40 +14,40 @@ class Prover:
     """Proves what holds and is short enough; remembers what it was asked."""
 
     def __init__(self, longest):
-        self.longest, self.asked = longest, []
+        self.longest, self.requests = longest, []
 
     def __call__(self, statements):
-        self.asked.append(list(statements))
+        self.requests.append(list(statements))
         return [len(s) <= self.longest and provable((), parse_formula(s)) for s in statements]
 
 
 def test_what_is_proved_at_once_needs_no_plan():
     prover = Prover(99)
-    found = prove_by_parts(["a -> a", "a", "a -> a"], prover, lambda stuck: [], plans=2)
-    assert found == [PlannedProof(True), PlannedProof(False, (), 2), PlannedProof(True)]
-    assert prover.asked == [["a -> a", "a"]]  # nothing twice
+    proofs = prove_by_parts(["a -> a", "a", "a -> a"], prover, lambda stuck: [], plans=2)
+    assert proofs == [PlannedProof(True), PlannedProof(False, (), 2), PlannedProof(True)]
+    assert prover.requests == [["a -> a", "a"]]  # nothing twice
 
 
 def test_a_plan_is_made_anew_where_it_fails_and_what_was_proved_is_shared():
     """By hand: the goal g follows from the lemmas x and y, of which y takes x."""
-    known = {"x", "x -> y", "x -> y -> g", "w"}
-    asked, told = [], []
+    provable = {"x", "x -> y", "x -> y -> g", "w"}
+    asked_statements, failures = [], []
 
     def prove(statements):
-        asked.append(list(statements))
-        return [s in known for s in statements]
+        asked_statements.append(list(statements))
+        return [s in provable for s in statements]
 
     def planner(stuck):
-        told.append(stuck)
+        failures.append(stuck)
         return ["y", "not a formula ("] if not stuck.plan else ["x", "y"]
 
-    found = prove_by_parts(["g", "w"], prove, planner)
-    assert found == [PlannedProof(True, ("x", "y"), 2), PlannedProof(True)]
-    assert told == [Stuck("g"), Stuck("g", ("y",), ("y", "y -> g"))]
-    assert asked == [["g", "w"], ["y", "y -> g"], ["x", "x -> y", "x -> y -> g"]]
-    known.remove("x -> y")
-    (lost,) = prove_by_parts(["g"], prove, planner, plans=2)
-    assert lost == PlannedProof(False, (), 2)
+    proofs = prove_by_parts(["g", "w"], prove, planner)
+    assert proofs == [PlannedProof(True, ("x", "y"), 2), PlannedProof(True)]
+    assert failures == [Stuck("g"), Stuck("g", ("y",), ("y", "y -> g"))]
+    assert asked_statements == [["g", "w"], ["y", "y -> g"], ["x", "x -> y", "x -> y -> g"]]
+    provable.remove("x -> y")
+    (failure,) = prove_by_parts(["g"], prove, planner, plans=2)
+    assert failure == PlannedProof(False, (), 2)
 
 
 def test_what_a_plan_proves_holds():
@@ -55,8 +55,8 @@ def test_what_a_plan_proves_holds():
     wrong = ["a", "b", "a -> b", "a \\/ ~a", "((a -> b) -> a) -> a"]
     parts = lambda stuck: ["a -> a", "b \\/ b -> b", stuck.statement]  # noqa: E731
     for planner in (lambda stuck: wrong[:3], parts, lambda stuck: [*wrong, stuck.statement]):
-        found = prove_by_parts([HARD, *wrong], Prover(40), planner)
-        assert not any(each.proved for each in found[1:])
+        proofs = prove_by_parts([HARD, *wrong], Prover(40), planner)
+        assert not any(each.proved for each in proofs[1:])
 
 
 def test_subgoals_make_hard_statements_provable():
@@ -81,33 +81,33 @@ def test_subgoals_make_hard_statements_provable():
         return ["a -> a", "b -> b", "a -> b -> a", "a -> a \\/ b"]
 
     (alone,) = prove_by_parts([goal], prove, lambda stuck: ["b -> b"], plans=1)
-    (found,) = prove_by_parts([goal], prove, planner, plans=1)
-    assert (alone.proved, found.proved, found.plans) == (False, True, 1)
-    assert len(found.plan) == 4
+    (proof,) = prove_by_parts([goal], prove, planner, plans=1)
+    assert (alone.proved, proof.proved, proof.plans) == (False, True, 1)
+    assert len(proof.plan) == 4
 
 
 def test_a_model_is_asked_for_lemmas_and_told_what_failed():
-    heard = []
+    prompts = []
 
     def speaker(messages):
-        heard.append(messages[0]["content"])
+        prompts.append(messages[0]["content"])
         return "Sure.\n`a -> a`\n`b`"
 
     planner = model_planner(speaker)
     assert planner(Stuck("a -> b")) == ["a -> a", "b"]
-    assert "a -> b" in heard[0]
-    assert "were tried" not in heard[0]
+    assert "a -> b" in prompts[0]
+    assert "were tried" not in prompts[0]
     planner(Stuck("a -> b", ("c",), ("c -> a -> b",)))
-    assert "`c`" in heard[1]
-    assert "`c -> a -> b`" in heard[1]
+    assert "`c`" in prompts[1]
+    assert "`c -> a -> b`" in prompts[1]
     with pytest.raises(EnvError, match="the planner said 3, not text"):
         model_planner(lambda messages: 3)(Stuck("a"))
 
 
 @pytest.mark.parametrize(
-    ("statements", "plans", "said"),
+    ("statements", "plans", "message"),
     [(["a ->"], 3, "the statement 'a ->' cannot be read"), (["a"], 0, "plans = 0; must be at")],
 )
-def test_what_cannot_be_planned_is_named(statements, plans, said):
-    with pytest.raises(UserError, match=said):
+def test_what_cannot_be_planned_is_named(statements, plans, message):
+    with pytest.raises(UserError, match=message):
         prove_by_parts(statements, Prover(9), lambda stuck: [], plans=plans)

@@ -10,7 +10,7 @@ from jrl.zoo.envs.statements import short_proof, statements
 from jrl.zoo.envs.tactics import TACTICS, TacticError, opened, run_tactic, show_goals
 
 
-def played(statement, *tactics):
+def goals_after(statement, *tactics):
     goals = opened(parse_formula(statement))
     for tactic in tactics:
         goals = run_tactic(goals, tactic)
@@ -48,13 +48,13 @@ def played(statement, *tactics):
 )
 def test_classic_proofs(statement, tactics):
     *before, last = [tactic.strip() for tactic in tactics.split(";")]
-    goals = played(statement, *before)
+    goals = goals_after(statement, *before)
     assert goals != ()
     assert run_tactic(goals, last) == ()
 
 
 @pytest.mark.parametrize(
-    ("statement", "tactics", "shown"),
+    ("statement", "tactics", "expected"),
     [
         ("a -> b", ["intro"], "h1 : a |- b"),
         ("a -> b -> c", ["intros"], "h1 : a h2 : b |- c"),
@@ -78,19 +78,19 @@ def test_classic_proofs(statement, tactics):
         ),
     ],
 )
-def test_goals_that_a_tactic_leaves(statement, tactics, shown):
-    assert " ".join(show_goals(played(statement, *tactics)).split()) == shown
+def test_goals_that_a_tactic_leaves(statement, tactics, expected):
+    assert " ".join(show_goals(goals_after(statement, *tactics)).split()) == expected
 
 
 def test_goals_are_shown_as_in_lean():
-    goals = played("~a /\\ b -> c /\\ d", "intro h", "cases h", "split")
+    goals = goals_after("~a /\\ b -> c /\\ d", "intro h", "cases h", "split")
     above = "h1 : ~a\nh2 : b\n|- "
     assert show_goals(goals) == f"goal 1 of 2\n{above}c\n\ngoal 2 of 2\n{above}d"
     assert show_goals(()) == "no goals"
 
 
 @pytest.mark.parametrize(
-    ("statement", "tactics", "said"),
+    ("statement", "tactics", "message"),
     [
         ("a", [""], "expected a tactic, found nothing"),
         ("a", ["-> b"], "expected a tactic, found '-> b'"),
@@ -150,16 +150,16 @@ def test_goals_are_shown_as_in_lean():
         ("a", ["exact " + "h" * 600], "a tactic has at most 600 characters, and this one 606"),
     ],
 )
-def test_a_tactic_that_fails_says_why(statement, tactics, said):
-    goals = played(statement, *tactics[:-1])
+def test_a_tactic_that_fails_says_why(statement, tactics, message):
+    goals = goals_after(statement, *tactics[:-1])
     with pytest.raises(TacticError) as error:
         run_tactic(goals, tactics[-1])
-    assert str(error.value).startswith(said)
+    assert str(error.value).startswith(message)
 
 
 def test_goals_stay_of_a_size_that_can_be_shown():
     long = " /\\ ".join(["abcdefgh"] * 40)
-    goals = played("a", *(f"have h{i} : {long}" for i in range(8)))
+    goals = goals_after("a", *(f"have h{i} : {long}" for i in range(8)))
     assert len(goals) == 9
     with pytest.raises(TacticError, match="'have' failed, it leaves goals of more than 8000"):
         run_tactic(goals, f"have h8 : {long}")
@@ -199,21 +199,21 @@ def test_accepted_tactics_are_sound(seed):
     for _ in range(80):
         goals = opened(Formula("->", (random_formula(rng, 2), random_formula(rng, 2))))
         for _ in range(8):
-            found, models = [], rng.sample(MODELS, 5)
+            states, models = [], rng.sample(MODELS, 5)
             for tactic in tactics_for(rng, goals[0]):
                 try:
                     after = run_tactic(goals, tactic)
                 except TacticError:
                     continue
                 new = after[: len(after) - len(goals) + 1]
-                said = f"{show_goals(goals)}\n{tactic}\n{show_goals(after)}"
-                assert after[len(new) :] == goals[1:], said
-                assert decided(goals[:1]) or not decided(new), said
+                trace = f"{show_goals(goals)}\n{tactic}\n{show_goals(after)}"
+                assert after[len(new) :] == goals[1:], trace
+                assert decided(goals[:1]) or not decided(new), trace
                 for model in models:
-                    assert valid(model, goals[:1]) or not valid(model, new), said
+                    assert valid(model, goals[:1]) or not valid(model, new), trace
                 accepted[tactic.split()[0]] += 1
-                found.append(after)
-            goals = rng.choice(found)
+                states.append(after)
+            goals = rng.choice(states)
             if not goals:
                 break
     assert min(accepted.values()) > 0, accepted
@@ -221,16 +221,16 @@ def test_accepted_tactics_are_sound(seed):
 
 def test_a_proof_takes_every_provable_statement_to_the_end():
     """So the tactics are complete, as far as the search for a proof gets."""
-    rng, found = random.Random(0), 0
+    rng, count = random.Random(0), 0
     for _ in range(400):
         formula = random_formula(rng, 3)
         proof = short_proof(formula, most=20)
         if provable((), formula):
-            found += 1
-            assert played(show(formula), *proof) == ()
+            count += 1
+            assert goals_after(show(formula), *proof) == ()
         else:
             assert proof is None
-    assert found > 50
+    assert count > 50
 
 
 def test_a_short_proof_is_found_first():

@@ -40,8 +40,8 @@ def call(name, **arguments):
 def test_python_computes_and_the_number_is_judged():
     env = check_env(python_math(tools=["python", "calculator"], network=True))
     assert env.limits.turns == 4
-    told = say(env, problem("42"), call("python", code="print(6 * 7)"))
-    assert "42" in told.messages[0]["content"]
+    reply = say(env, problem("42"), call("python", code="print(6 * 7)"))
+    assert "42" in reply.messages[0]["content"]
     end = say(env, problem("42"), call("calculator", expression="6*7"), "It is 42.")
     assert (end.reward, end.done, end.success) == ((1.0,), True, True)
     assert say(env, problem("42"), "It is 41.").reward == (0.0,)
@@ -51,8 +51,8 @@ def test_python_computes_and_the_number_is_judged():
 
 def test_a_search_and_an_answer_by_its_words():
     env = multi_hop(str(SEARCH / "corpus.jsonl"))
-    told = say(env, problem("Ulinmouth"), call("search", query="Coromn Works"))
-    assert "Coromn Works is a firm" in told.messages[0]["content"]
+    reply = say(env, problem("Ulinmouth"), call("search", query="Coromn Works"))
+    assert "Coromn Works is a firm" in reply.messages[0]["content"]
     end = say(env, problem("Ulinmouth"), "So it is there.\nAnswer: Ulinmouth.")
     assert (end.reward, end.success) == ((1.0,), True)
     half = say(env, problem("Ulinmouth"), "Answer: city Ulinmouth")
@@ -73,15 +73,15 @@ def test_a_corpus_that_cannot_be_read_is_named(tmp_path):
 def test_the_world_that_is_shipped_is_the_one_that_is_generated(tmp_path):
     hops.main(str(tmp_path))
     for name in ("corpus", "train", "eval"):
-        made, shipped = (p / f"{name}.jsonl" for p in (tmp_path, SEARCH))
-        assert made.read_text() == shipped.read_text()
-    train, held = (
+        generated, shipped = (p / f"{name}.jsonl" for p in (tmp_path, SEARCH))
+        assert generated.read_text() == shipped.read_text()
+    train, evaluation = (
         {json.loads(line)["question"] for line in (SEARCH / f"{n}.jsonl").read_text().splitlines()}
         for n in ("train", "eval")
     )
     assert len(train) == 200
-    assert len(held) == 40
-    assert not train & held
+    assert len(evaluation) == 40
+    assert not train & evaluation
 
 
 def test_every_answer_takes_more_than_one_document_and_can_be_found():
@@ -115,9 +115,9 @@ def test_limits_of_tools_and_seconds_are_options():
 def test_tool_star_s_environment_searches_and_computes_and_its_parts_are_in_order():
     """The three parts of Tool-Star: two functions around the environment's own."""
     env = multi_hop(str(SEARCH / "corpus.jsonl"), tools=("search", "python"), network=True)
-    said = [call("search", query="who"), call("python", code="print(6 * 7)")]
-    assert "42" in str(say(env, problem("42"), *said).messages)
-    end = say(env, problem("42"), *said, "Answer: 42")
+    calls = [call("search", query="who"), call("python", code="print(6 * 7)")]
+    assert "42" in str(say(env, problem("42"), *calls).messages)
+    end = say(env, problem("42"), *calls, "Answer: 42")
     assert end.reward == (1.0,)
     with pytest.raises(UserError, match="tools = 'calculator'; choose from python, search"):
         multi_hop(str(SEARCH / "corpus.jsonl"), tools=("calculator",))
@@ -128,7 +128,7 @@ def test_tool_star_s_environment_searches_and_computes_and_its_parts_are_in_orde
     parts = parts_of(load_config(None, lines))
     assert parts.weights == {"form": 1.0, "reward": 1.0, "used": 1.0}
     assert parts.given_by("function") == ("form", "used")
-    turns = [{"role": "assistant", "content": text} for text in said]
+    turns = [{"role": "assistant", "content": text} for text in calls]
     one = Sample(problem("42"), "Answer: 42", np.zeros(1, np.int32), "done", tuple(turns[:1]))
     both = dataclasses.replace(one, messages=tuple(turns))
     used = make_reward("tools_used", names=["search", "python"])

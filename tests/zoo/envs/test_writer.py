@@ -17,7 +17,7 @@ class Model:
     """Writes three tasks at a time, one of them known, one impossible."""
 
     def __init__(self):
-        self.asked, self.checked = [], []
+        self.prompts, self.checked = [], []
 
     def __call__(self, messages):
         (message,) = messages
@@ -25,8 +25,8 @@ class Model:
         if "Is it clear" in text:
             self.checked.append(text)
             return "It flies. [NO]" if "moon" in text else "It is plain. **[YES]**."
-        n = len(self.asked)
-        self.asked.append(text)
+        n = len(self.prompts)
+        self.prompts.append(text)
         return f"`buy hat 1`\n`buy shoe {n}`\n`go to the moon {n}`\n`buy coat {n}`"
 
 
@@ -36,31 +36,31 @@ def write(writer, count, seed=0, failed=FAILED):
 
 def test_new_tasks_that_can_be_done_are_taken_until_there_are_enough():
     model = Model()
-    found = write(task_writer(model, about="In a shop."), 4)
-    assert found == ["buy shoe 0", "buy coat 0", "buy shoe 1", "buy coat 1"]
-    assert len(model.asked) == 2
-    for text, missing in zip(model.asked, (4, 2), strict=True):
-        shown = {f for f in FAILED if f"`{f}`" in text}
-        assert len(shown) == EXAMPLES
+    tasks = write(task_writer(model, about="In a shop."), 4)
+    assert tasks == ["buy shoe 0", "buy coat 0", "buy shoe 1", "buy coat 1"]
+    assert len(model.prompts) == 2
+    for text, missing in zip(model.prompts, (4, 2), strict=True):
+        failures = {f for f in FAILED if f"`{f}`" in text}
+        assert len(failures) == EXAMPLES
         assert "In a shop." in text
         assert f"Write {missing} new tasks" in text
     assert all("In a shop." in text for text in model.checked)
     again = Model()
-    assert write(task_writer(again, about="In a shop."), 4) == found
-    assert again.asked == model.asked
+    assert write(task_writer(again, about="In a shop."), 4) == tasks
+    assert again.prompts == model.prompts
     other = Model()
     write(task_writer(other), 4, seed=1)
-    assert other.asked[0] != Model()([{"content": ""}])
-    assert {f for f in FAILED if f"`{f}`" in other.asked[0]} != {
-        f for f in FAILED if f"`{f}`" in model.asked[0]
+    assert other.prompts[0] != Model()([{"content": ""}])
+    assert {f for f in FAILED if f"`{f}`" in other.prompts[0]} != {
+        f for f in FAILED if f"`{f}`" in model.prompts[0]
     }
 
 
 def test_a_model_that_writes_too_little_is_asked_a_few_times():
     model = Model()
-    found = write(task_writer(model), 100)
-    assert len(model.asked) == ASKS
-    assert len(found) == 2 * ASKS
+    tasks = write(task_writer(model), 100)
+    assert len(model.prompts) == ASKS
+    assert len(tasks) == 2 * ASKS
     unchecked = Model()
     assert len(write(task_writer(unchecked, check=False), 100)) == 3 * ASKS
     assert not unchecked.checked
@@ -89,22 +89,22 @@ def test_tasks_are_read_from_what_models_write(text, tasks):
 
 
 def test_a_configuration_names_the_writer(tmp_path, monkeypatch):
-    own = tmp_path / "own.py"
-    own.write_text(
+    module = tmp_path / "own.py"
+    module.write_text(
         "from jrl.episodes.host import HostEnv\n"
         "def env(): return HostEnv(lambda p, s: (p, []), lambda s, r: (s, {}))\n"
         "def write(failed, count, seed): return failed[:count]\n"
     )
-    env = configured_env(f"{own}:env", {"writer": f"{own}:write"})
+    env = configured_env(f"{module}:env", {"writer": f"{module}:write"})
     assert env.extras.write(["a", "b"], 1, 0) == ["a"]
-    assert configured_env(f"{own}:env", {}).extras.write is None
+    assert configured_env(f"{module}:env", {}).extras.write is None
     monkeypatch.setenv("KEY", "k")
     table = {"url": "http://127.0.0.1:9/v1", "model": "m", "key_variable": "KEY", "about": "Here."}
     assert callable(configured_writer({**table, "max_tokens": 9, "temperature": 0.5}))
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         (3, "data.writer = 3; name a FILE.py:function, or a table"),
         ({"model": "m"}, "data.writer.url is missing"),
@@ -119,8 +119,8 @@ def test_a_configuration_names_the_writer(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_a_writer_that_cannot_be_used_is_named(value, said):
-    with pytest.raises(UserError, match=said):
+def test_a_writer_that_cannot_be_used_is_named(value, message):
+    with pytest.raises(UserError, match=message):
         configured_writer(value)
 
 

@@ -73,7 +73,7 @@ def padded(prompt):
     return {"padded_tokens": tokens, "true_length": len(prompt)}
 
 
-def drawn_alone(prompt, count, engine=None):
+def tokens_alone(prompt, count, engine=None):
     """Tokens of one request with the slots to itself."""
     engine = engine or slot_engine()
     weights, state = engine.load_params(), engine.init_decode_state()
@@ -88,7 +88,7 @@ def drawn_alone(prompt, count, engine=None):
 
 
 def likeliest(prompt, count):
-    """What whole forward passes would choose, but for the stop token."""
+    """Greedy tokens by complete forward passes, without the stop token."""
     tokens = list(prompt)
     for _ in range(count):
         length = len(tokens)
@@ -130,13 +130,13 @@ def test_what_is_too_long_is_refused_before_it_is_encoded():
     engine.vocab_size = 48
     assert jetstream._check(ProtoRequest("1" * PROMPT), engine) == ([3] * PROMPT, True)
     assert jetstream._check(ProtoRequest(ids=[3, 4]), engine) == ([3, 4], False)
-    for asked in (
+    for too_long in (
         ProtoRequest("1" * 2_000_000),
         ProtoRequest(ids=[3] * (PROMPT + 1)),
         ProtoRequest("1" * (PROMPT + 1)),
     ):
         with pytest.raises(UserError, match="this server takes at most 12"):
-            jetstream._check(asked, engine)
+            jetstream._check(too_long, engine)
     assert max(encoded) == PROMPT + 1
 
 
@@ -145,14 +145,14 @@ def test_what_is_too_long_is_refused_before_it_is_encoded():
 
 @pytest.mark.parametrize("prompt", [[5], [9, 3, 30, 2], list(range(2, 14))])
 def test_greedy_completions_are_those_of_whole_forward_passes(prompt):
-    found = drawn_alone(prompt, NEW + 3)
-    assert found == likeliest(prompt, NEW)  # and no more than there is room for
+    tokens = tokens_alone(prompt, NEW + 3)
+    assert tokens == likeliest(prompt, NEW)  # and no more than there is room for
 
 
 def test_a_stop_token_ends_a_completion():
     often = np.where(np.arange(48) == 1, 4, 0).astype(np.float32)
     warm = build(sampling_params=make_sampling_params(temperature=1.0).replace(bias=often))
-    lengths = [len(drawn_alone([9, 3], NEW, warm)) for _ in range(4)]
+    lengths = [len(tokens_alone([9, 3], NEW, warm)) for _ in range(4)]
     assert min(lengths) < NEW
 
 
@@ -162,7 +162,7 @@ def test_slots_are_filled_emptied_and_filled_again():
     prompts = {0: [4, 8], 2: [11, 12, 13], 1: [7]}
     expected = {slot: likeliest(prompt, NEW) for slot, prompt in prompts.items()}
     later = {0: [20, 2, 2, 41]}
-    found = {slot: [] for slot in prompts}
+    tokens = {slot: [] for slot in prompts}
     for i in range(NEW):
         if i < 6 and i % 2 == 0:  # one more slot every other step
             slot = list(prompts)[i // 2]
@@ -173,13 +173,13 @@ def test_slots_are_filled_emptied_and_filled_again():
             engine.free_resource(0)
         if i == 11:
             state = engine.insert(engine.prefill(params=weights, **padded(later[0])), state, slot=0)
-            assert found[0] == expected[0][:9]
-            found[0], expected[0] = [], likeliest(later[0], NEW)
+            assert tokens[0] == expected[0][:9]
+            tokens[0], expected[0] = [], likeliest(later[0], NEW)
         for slot, (token, valid, _) in enumerate(np.asarray(engine.step())):
             if valid:
-                found[slot].append(int(token))
+                tokens[slot].append(int(token))
     for slot, count in {0: NEW - 11, 2: NEW - 2, 1: NEW - 4}.items():
-        assert found[slot] == expected[slot][:count]
+        assert tokens[slot] == expected[slot][:count]
 
 
 def test_nothing_compiles_after_the_warm_up():
@@ -189,9 +189,9 @@ def test_nothing_compiles_after_the_warm_up():
         build(sampling_params=make_sampling_params()),
     )
     engine.compile()
-    expected = drawn_alone((3, 4, 5), 4, cold)
+    expected = tokens_alone((3, 4, 5), 4, cold)
     with compilations() as compiled:
-        assert drawn_alone((3, 4, 5), 4, engine) == expected
+        assert tokens_alone((3, 4, 5), 4, engine) == expected
         weights, state = engine.load_params(), engine.init_decode_state()
         for slot in (0, 2, 0, 1):  # one after the other, without a step between, and over another
             state = engine.insert(engine.prefill(params=weights, **padded([4, 8])), state, slot)
@@ -226,10 +226,10 @@ def test_a_prefix_may_be_deleted_once_inserted():
 
 def test_requests_have_their_own_keys():
     warm = build(sampling_params=make_sampling_params(temperature=1.0))
-    first, second = (drawn_alone([9, 3], 12, warm) for _ in range(2))
+    first, second = (tokens_alone([9, 3], 12, warm) for _ in range(2))
     assert first != second
     again = build(sampling_params=make_sampling_params(temperature=1.0))
-    assert drawn_alone([9, 3], 12, again) == first
+    assert tokens_alone([9, 3], 12, again) == first
 
 
 def test_what_does_not_fit_is_named():
@@ -266,9 +266,9 @@ def serving(engine, queue=8):
     try:
         yield running
     finally:
-        began = time.monotonic()
+        start = time.monotonic()
         running.stop(2.0)
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - start < 15
         assert not any(t.is_alive() for t in running.driver._all_threads)
 
 
@@ -296,7 +296,7 @@ def ask(running, prompt, max_tokens=NEW):
 
 
 @contextlib.contextmanager
-def refused(name, message):
+def rpc_error(name, message):
     import grpc
 
     with pytest.raises(grpc.RpcError, match=message) as error:
@@ -375,8 +375,8 @@ def test_as_many_tokens_as_asked_for(server):
 @needs
 def test_bad_requests_are_refused_and_affect_no_other(server):
     with stub(server) as client:
-        going = client.Decode(request("1", NEW))
-        next(going)
+        stream = client.Decode(request("1", NEW))
+        next(stream)
         for prompt, count, message in [
             ("", 3, "prompt is empty"),
             ("1" * 13, 3, "13 tokens; this server takes at most 12"),
@@ -385,11 +385,11 @@ def test_bad_requests_are_refused_and_affect_no_other(server):
             ("1", 0, "max_tokens = 0"),
             ("1", NEW + 1, "writes 1 to 20"),
         ]:
-            with refused("INVALID_ARGUMENT", message):
+            with rpc_error("INVALID_ARGUMENT", message):
                 list(client.Decode(request(prompt, count)))
-        with refused("INVALID_ARGUMENT", "both missing"):
+        with rpc_error("INVALID_ARGUMENT", "both missing"):
             list(client.Decode(jetstream_engine.library().proto.DecodeRequest(max_tokens=3)))
-        assert len(list(going)) == NEW - 1
+        assert len(list(stream)) == NEW - 1
     assert ask(server, "1")[1] == likeliest(TOKENIZER.encode("1"), NEW)
 
 
@@ -412,7 +412,7 @@ class Held:
         self.may, self.broken, self.live = threading.Event(), None, []
         generate = self.inner.generate
 
-        def held(weights, state):
+        def generate_held(weights, state):
             self.may.wait(20)
             if self.broken is not None:
                 raise self.broken
@@ -420,44 +420,44 @@ class Held:
             self.live.append(int(np.asarray(result.data)[:, 1].sum()))
             return state, result
 
-        self.inner.generate = held
+        self.inner.generate = generate_held
 
 
 @needs
 def test_a_full_queue_refuses():
-    held = Held(1)
-    with serving(held.inner, queue=1) as running, stub(running) as client:
+    gated = Held(1)
+    with serving(gated.inner, queue=1) as running, stub(running) as client:
         # One in the slot, and one each before insertion and transfer; then the queue.
-        going = []
-        with refused("RESOURCE_EXHAUSTED", "queue is full"):
+        streams = []
+        with rpc_error("RESOURCE_EXHAUSTED", "queue is full"):
             for _ in range(8):
-                going.append(client.Decode(request("1", 2)))
+                streams.append(client.Decode(request("1", 2)))
                 end = time.monotonic() + 0.5
-                while not going[-1].done() and time.monotonic() < end:
+                while not streams[-1].done() and time.monotonic() < end:
                     time.sleep(0.01)
-                if going[-1].done():
-                    list(going.pop())
-        held.may.set()
-        assert {len(list(one)) for one in going} == {2}
-        assert len(going) >= 2
+                if streams[-1].done():
+                    list(streams.pop())
+        gated.may.set()
+        assert {len(list(one)) for one in streams} == {2}
+        assert len(streams) >= 2
 
 
 @needs
 def test_a_client_that_disconnects_frees_its_slot():
-    held = Held(1)
-    with serving(held.inner) as running, stub(running) as client:
+    gated = Held(1)
+    with serving(gated.inner) as running, stub(running) as client:
         first = client.Decode(request("1", NEW))
-        held.may.set()
+        gated.may.set()
         next(first)
-        held.may.clear()
-        before = len(held.live)
+        gated.may.clear()
+        before = len(gated.live)
         first.cancel()
         until(lambda: running.driver.requests[0].max_tokens < 0)
         second = client.Decode(request("2+2=", 2))
-        held.may.set()
+        gated.may.set()
         assert len(list(second)) == 2
         # Up to the first step with a free slot; the engine runs ahead of what the second one reads.
-        assert [*held.live[before:], 0].index(0) < NEW // 2
+        assert [*gated.live[before:], 0].index(0) < NEW // 2
 
 
 def until(true, seconds=10):
@@ -469,14 +469,14 @@ def until(true, seconds=10):
 
 @needs
 def test_a_free_slot_samples_nothing():
-    held = Held(2)
-    held.may.set()
-    with serving(held.inner) as running:
+    gated = Held(2)
+    gated.may.set()
+    with serving(gated.inner) as running:
         ask(running, "1", 1)
-        until(lambda: not held.inner._occupied)
-        before = len(held.live)
+        until(lambda: not gated.inner._occupied)
+        before = len(gated.live)
         ask(running, "2+2=", 9)
-        assert max(held.live[before:]) == 1
+        assert max(gated.live[before:]) == 1
 
 
 def test_a_slot_is_free_when_its_sequence_has_been_ended():
@@ -491,9 +491,9 @@ def test_a_slot_is_free_when_its_sequence_has_been_ended():
     with pytest.MonkeyPatch.context() as patch:
         result = types.SimpleNamespace(engine=types.SimpleNamespace(ResultTokens=dict))
         patch.setattr(jetstream_engine, "library", lambda: result)
-        state, found = engine.generate(weights, state)
+        state, output = engine.generate(weights, state)
     assert free == [0, 1]
-    assert not found["data"][:, 1].any()
+    assert not output["data"][:, 1].any()
     assert int(engine._rows.batch.slots.stop[1]) == StopReason.ABORTED
 
 
@@ -501,15 +501,15 @@ def test_a_slot_is_free_when_its_sequence_has_been_ended():
 def test_a_failure_in_a_thread_is_an_error_of_the_requests(caplog):
     import grpc
 
-    held = Held(2)
-    held.broken = ZeroDivisionError("a fault of the device")
-    with serving(held.inner) as running, stub(running) as client:
+    gated = Held(2)
+    gated.broken = ZeroDivisionError("a fault of the device")
+    with serving(gated.inner) as running, stub(running) as client:
         proto = jetstream_engine.library().proto
         assert client.HealthCheck(proto.HealthCheckRequest()).is_live
-        going = [client.Decode(request("1", NEW)) for _ in range(3)]
-        held.may.set()
-        for one in going:
-            with refused("INTERNAL", "a fault of the device"):
+        streams = [client.Decode(request("1", NEW)) for _ in range(3)]
+        gated.may.set()
+        for one in streams:
+            with rpc_error("INTERNAL", "a fault of the device"):
                 list(one)
         assert not client.HealthCheck(proto.HealthCheckRequest()).is_live
         with pytest.raises(grpc.RpcError, match="a fault of the device"):
@@ -520,32 +520,32 @@ def test_a_failure_in_a_thread_is_an_error_of_the_requests(caplog):
 
 @needs
 def test_sigterm_lets_requests_finish():
-    held = Held(2)
-    said, replies = [], []
+    gated = Held(2)
+    lines, replies = [], []
 
     def work():
-        host, port = said[0].split()[-1].split(":")
+        host, port = lines[0].split()[-1].split(":")
         where = types.SimpleNamespace(host=host, port=port)
-        asked = threading.Thread(target=lambda: replies.append(ask(where, "1", 5)[1]))
-        asked.start()
+        thread = threading.Thread(target=lambda: replies.append(ask(where, "1", 5)[1]))
+        thread.start()
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.3)
-        held.may.set()
-        asked.join()
+        gated.may.set()
+        thread.join()
 
     def echo(line):
-        said.append(line)
-        if len(said) == 1:
+        lines.append(line)
+        if len(lines) == 1:
             threading.Thread(target=work).start()
 
     place = {"host": "127.0.0.1", "port": 0, "queue_requests": 4, "grace_seconds": 20.0}
-    jetstream.run(held.inner, **place, echo=echo)
-    assert said[-1] == "stopped"
+    jetstream.run(gated.inner, **place, echo=echo)
+    assert lines[-1] == "stopped"
     assert replies == [likeliest(TOKENIZER.encode("1"), 5)]
-    held.broken = OSError("no more")
+    gated.broken = OSError("no more")
     with pytest.raises(RuntimeError, match="the engine failed: no more"):
-        jetstream.run(held.inner, **place, echo=ask_soon)
+        jetstream.run(gated.inner, **place, echo=ask_soon)
 
 
 def ask_soon(line):

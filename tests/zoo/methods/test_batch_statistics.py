@@ -85,32 +85,32 @@ def test_without_forgetting_the_baseline_is_the_mean_of_earlier_rewards_and_the_
     d = ragged(1, 1, 1, 1)
     d.members[:] = True
     transform = tracked_baseline(slots=1, keep=1.0, prior=0.25)
-    apply, state, seen = jax.jit(transform.apply), transform.init(), [0.25]
+    apply, state, rewards_so_far = jax.jit(transform.apply), transform.init(), [0.25]
     for r in (1.0, 0.0, 3.0, -2.0):
         got, _, state = apply(jnp.full((1, 1), r), as_batch(d), state)
-        assert float(got[0, 0]) == pytest.approx(r - np.mean(seen), abs=1e-6)
-        seen.append(r)
+        assert float(got[0, 0]) == pytest.approx(r - np.mean(rewards_so_far), abs=1e-6)
+        rewards_so_far.append(r)
 
 
 # ---------------------------------------------------------------- ScaleRL
 
 
 def scale_rl_loss(d, frozen, cap=1.2):
-    kept = []
+    prompts = []
     for n in range(len(d.rewards)):
         group = [d.rewards[n, i] for i in members_of(d, n)]
         if len(group) > 1 and np.ptp(group) > 0 and d.live[n].any():
-            kept.append(n)
-    means = {n: np.mean([d.rewards[n, i] for i in members_of(d, n)]) for n in kept}
-    used = [d.rewards[n, i] - means[n] for n in kept for i in members_of(d, n)]
+            prompts.append(n)
+    means = {n: np.mean([d.rewards[n, i] for i in members_of(d, n)]) for n in prompts}
+    used = [d.rewards[n, i] - means[n] for n in prompts for i in members_of(d, n)]
     total = 0.0
-    for n in kept:
+    for n in prompts:
         tokens = [(n, i, t) for m, i, places in sequences(d) if m == n for t in places]
         for at in tokens:
             a = (d.rewards[at[:2]] - means[n]) / (np.std(used, ddof=1) + 1e-6)
             weight = min(ratio(frozen, at), cap)
             total -= weight * a * d.logprobs[at] / len(tokens)
-    return total / max(len(kept), 1)
+    return total / max(len(prompts), 1)
 
 
 def test_scale_rl_is_the_papers():
@@ -168,19 +168,19 @@ def wins(d):
         if not live:
             continue
         j = min(live, key=lambda i: d.ids["tie_breaker"][n, i])
-        found = {(n, i): 1 if d.rewards[n, i] > d.rewards[n, j] else -1 for i in live if i != j}
-        if abs(sum(found.values())) / len(live) <= 0.6:
-            out |= found
+        outcomes = {(n, i): 1 if d.rewards[n, i] > d.rewards[n, j] else -1 for i in live if i != j}
+        if abs(sum(outcomes.values())) / len(live) <= 0.6:
+            out |= outcomes
     return out
 
 
 def brpo_loss(d, frozen):
     a = wins(d)
-    kept = [(n, i, ts) for n, i, ts in sequences(d) if (n, i) in a]
+    rows = [(n, i, ts) for n, i, ts in sequences(d) if (n, i) in a]
     total = sum(
-        clipped_loss(ratio(d, (n, i, t)), a[n, i]) / len(ts) for n, i, ts in kept for t in ts
+        clipped_loss(ratio(d, (n, i, t)), a[n, i]) / len(ts) for n, i, ts in rows for t in ts
     )
-    return total / max(len(kept), 1)
+    return total / max(len(rows), 1)
 
 
 BRPO = brpo()
@@ -208,12 +208,12 @@ def test_a_judge_may_have_chosen_the_reference():
     d.mask[:] = True
     d.rewards[:] = [[1.0, 0.0, -1.0, 1.0, -1.0]]
     d.ids["silent"] = np.array([[0, 1, 0, 0, 0]], np.int32)
-    judged = brpo(reference="judge")
-    apply = jax.jit(partial(compute_advantages, judged.objective))
-    advantages, batch, *_ = apply(as_batch(d), judged.objective.init())
+    by_judge = brpo(reference="judge")
+    apply = jax.jit(partial(compute_advantages, by_judge.objective))
+    advantages, batch, *_ = apply(as_batch(d), by_judge.objective.init())
     np.testing.assert_array_equal(advantages[0, :, 0], [1, 0, -1, 1, -1])
     assert batch.members[0].tolist() == [True, False, True, True, True]
-    assert (judged.lacks, bool(BRPO.lacks)) == ("", True)
+    assert (by_judge.lacks, bool(BRPO.lacks)) == ("", True)
 
 
 def test_another_tie_breaker_draws_another_reference():
@@ -285,14 +285,14 @@ def test_the_reasoning_stage_is_grpo_and_the_concise_one_differs_in_groups_all_r
 
 def papers(d, size):
     """[(bundle, [(question, completion), ...])] in the order of the tie-breakers."""
-    asked = [n for n in range(len(d.rewards)) if members_of(d, n)]
+    prompts = [n for n in range(len(d.rewards)) if members_of(d, n)]
     tie_breakers = {
-        n: sorted(members_of(d, n), key=lambda i: d.ids["tie_breaker"][n, i]) for n in asked
+        n: sorted(members_of(d, n), key=lambda i: d.ids["tie_breaker"][n, i]) for n in prompts
     }
-    asked.sort(key=lambda n: d.ids["tie_breaker"][n, tie_breakers[n][0]])
+    prompts.sort(key=lambda n: d.ids["tie_breaker"][n, tie_breakers[n][0]])
     out = []
-    for start in range(0, len(asked), size):
-        questions = asked[start : start + size]
+    for start in range(0, len(prompts), size):
+        questions = prompts[start : start + size]
         for k in range(min(len(tie_breakers[n]) for n in questions)):
             out.append((start, [(n, tie_breakers[n][k]) for n in questions]))
     return out
@@ -304,13 +304,13 @@ def risk_advantages(d, size, credit="uniform", tracked=None, a=0.2, b=0.8, w=1.5
         scores.setdefault(bundle, []).append(sum(d.rewards[at] for at in completions))
     advantages = np.zeros_like(d.rewards)
     for bundle, completions in papers(d, size):
-        s, own = sum(d.rewards[at] for at in completions), scores[bundle]
-        low, high = np.quantile(own, a), np.quantile(own, b)
+        s, bundle_scores = sum(d.rewards[at] for at in completions), scores[bundle]
+        low, high = np.quantile(bundle_scores, a), np.quantile(bundle_scores, b)
         if tracked is not None:
             low, high = (low + tracked[0]) / 2, (high + tracked[1]) / 2
         inside = (max(s - low, 0) - max(s - high, 0) + shifted * (low - high)) / (b - a)
         value = (w * -max(low - s, 0) / a + inside) / (1 + w)
-        deviation = np.std(own, ddof=1) if len(own) > 1 else 0.0
+        deviation = np.std(bundle_scores, ddof=1) if len(bundle_scores) > 1 else 0.0
         value /= deviation + 1e-6 if deviation > 0 else 1.0
         groups = {n: [d.rewards[n, j] for j in members_of(d, n)] for n, _ in completions}
         gaps = [d.rewards[at] - np.mean(groups[at[0]]) for at in completions]
@@ -353,8 +353,8 @@ def test_credit_and_the_tracked_quantiles_are_the_papers(credit):
     expected = risk_advantages(d, 2, credit, (-0.5, 1.0))
     np.testing.assert_allclose(got, expected, rtol=2e-4, atol=1e-4)
     scores = np.array([sum(d.rewards[at] for at in completions) for _, completions in papers(d, 2)])
-    moved = [q + 0.1 * (p - (scores < q).mean()) for q, p in ((-0.5, 0.2), (1.0, 0.8))]
-    np.testing.assert_allclose([after.low, after.high], moved, rtol=1e-5)
+    quantiles = [q + 0.1 * (p - (scores < q).mean()) for q, p in ((-0.5, 0.2), (1.0, 0.8))]
+    np.testing.assert_allclose([after.low, after.high], quantiles, rtol=1e-5)
     assert int(after.steps) == 4
 
 

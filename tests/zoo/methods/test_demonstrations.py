@@ -36,11 +36,11 @@ from jrl.zoo.methods.demonstrations import (
 )
 
 SHAPE = {"g": 4, "demonstrations": 1}
-GIVEN = 3  # the demonstration's place in a group of four
+DEMONSTRATION = 3  # the demonstration's place in a group of four
 
 
 def own_members(d, n):
-    return [i for i in range(GIVEN) if d.members[n, i]]
+    return [i for i in range(DEMONSTRATION) if d.members[n, i]]
 
 
 def mean(rows):
@@ -49,33 +49,33 @@ def mean(rows):
 
 def grpo_rows(d):
     alone = types.SimpleNamespace(**vars(d))
-    alone.members = d.members & (np.arange(4) != GIVEN)
+    alone.members = d.members & (np.arange(4) != DEMONSTRATION)
     a = standard_score(alone)
 
     def row(n, i, tokens):
         return np.mean([clipped_loss(ratio(d, (n, i, t)), a[n, i]) for t in tokens])
 
-    return [row(*found) for found in sequences(d) if found[1] != GIVEN]
+    return [row(*sequence) for sequence in sequences(d) if sequence[1] != DEMONSTRATION]
 
 
 def nll_rows(d, prompts=None):
-    given = [row for row in sequences(d) if row[1] == GIVEN]
+    demonstrations = [row for row in sequences(d) if row[1] == DEMONSTRATION]
     return [
         -np.mean([d.logprobs[n, i, t] for t in tokens])
-        for n, i, tokens in given
+        for n, i, tokens in demonstrations
         if prompts is None or n in prompts
     ]
 
 
-def written(d, rng):
+def write_steps(d, rng):
     """A demonstration has a token, if perhaps none that is trained on."""
-    d.lengths[:, GIVEN] = np.maximum(d.lengths[:, GIVEN], 1)
+    d.lengths[:, DEMONSTRATION] = np.maximum(d.lengths[:, DEMONSTRATION], 1)
 
 
 def binary(d, rng):
-    written(d, rng)
+    write_steps(d, rng)
     d.rewards = (rng.random(d.rewards.shape) < 0.4).astype(np.float64)
-    d.rewards[0, :GIVEN] = 0  # an unsolved prompt
+    d.rewards[0, :DEMONSTRATION] = 0  # an unsolved prompt
     d.members[0] = True
 
 
@@ -83,8 +83,8 @@ def binary(d, rng):
 
 
 def unsolved(d):
-    own = {n: own_members(d, n) for n in range(len(d.rewards))}
-    return {n for n in own if own[n] and max(d.rewards[n, i] for i in own[n]) <= 0}
+    members = {n: own_members(d, n) for n in range(len(d.rewards))}
+    return {n for n in members if members[n] and max(d.rewards[n, i] for i in members[n]) <= 0}
 
 
 def test_relift_is_grpo_and_sft_where_nothing_was_right():
@@ -96,27 +96,27 @@ def test_relift_is_grpo_and_sft_where_nothing_was_right():
 
 def test_relift_with_every_prompt_solved_is_grpo_on_the_own_samples():
     d = ragged(3, **SHAPE)
-    written(d, None)
+    write_steps(d, None)
     d.rewards = np.abs(d.rewards) + 0.5
-    d.members[:, :GIVEN] = True
+    d.members[:, :DEMONSTRATION] = True
     alone = types.SimpleNamespace(**vars(d))
-    alone.members = d.members & (np.arange(4) != GIVEN)
+    alone.members = d.members & (np.arange(4) != DEMONSTRATION)
     alone.live = d.mask & alone.members[..., None]
     (one, a), (other, b) = run(get_method("relift"), d), run(get_method("grpo"), alone)
     assert one == pytest.approx(other, rel=1e-5)
     np.testing.assert_allclose(a["logprobs"], b["logprobs"], atol=1e-6)
-    assert not a["logprobs"][:, GIVEN].any()
+    assert not a["logprobs"][:, DEMONSTRATION].any()
 
 
 def test_relift_with_no_prompt_solved_is_sft_on_the_demonstrations():
     d = ragged(4, **SHAPE)
-    written(d, None)
+    write_steps(d, None)
     d.rewards[:] = 0
     d.members[:] = True
     d.live = d.mask
     value, gradients = run(get_method("relift"), d)
     assert value == pytest.approx(mean(nll_rows(d)), rel=1e-5)
-    assert not gradients["logprobs"][:, :GIVEN].any()
+    assert not gradients["logprobs"][:, :DEMONSTRATION].any()
 
 
 # ---------------------------------------------------------------- AMFT
@@ -126,12 +126,12 @@ def test_amft_is_a_balance_of_grpo_and_sft():
     def reference(d, frozen):
         return 0.7 * mean(grpo_rows(d)) + 0.3 * mean(nll_rows(d))
 
-    check(get_method("amft", initial=0.3), reference, prepare=written, **SHAPE)
+    check(get_method("amft", initial=0.3), reference, prepare=write_steps, **SHAPE)
 
 
 def test_amft_leans_to_imitation_when_entropy_is_below_its_target():
     d = ragged(5, **SHAPE)
-    written(d, None)
+    write_steps(d, None)
     d.rollout_entropy[:] = 0.5
     method = get_method("amft", initial=0.3, entropy_rate=0.2, target_entropy=1.5)
     stats = {"logprobs": d.logprobs.astype(np.float32)}
@@ -172,14 +172,14 @@ def test_auto_cei_rewards_a_refusal_by_the_reasoning_before_it():
     rewards = partial(rewritten, get_method("auto_cei", depth=4.0, slope=0.5))
     rollout = types.SimpleNamespace(mask=np.arange(8) < np.array([[[4], [8], [2], [3]]]))
     right = np.array([[1.0, 0.0, 0.0, np.nan]])
-    refused, steps = np.array([[0.0, 1.0, 0.0, 0.0]]), np.array([[9.0, 2.0, 9.0, 9.0]])
+    refusals, steps = np.array([[0.0, 1.0, 0.0, 0.0]]), np.array([[9.0, 2.0, 9.0, 9.0]])
     only = rewards(right[..., None], rollout)
     np.testing.assert_array_equal(only[..., 0], [[1, -1, -1, np.nan]])
     refusal = lambda d: 2 / (1 + np.exp(-0.5 * (d - 4.0))) - 1  # noqa: E731
-    by_tokens = rewards(np.stack([right, refused], -1), rollout)
+    by_tokens = rewards(np.stack([right, refusals], -1), rollout)
     np.testing.assert_allclose(by_tokens[..., 0], [[1, refusal(8), -1, np.nan]])
     assert not by_tokens[..., 1:].any()
-    by_steps = rewards(np.stack([right, refused, steps], -1), rollout)
+    by_steps = rewards(np.stack([right, refusals, steps], -1), rollout)
     np.testing.assert_allclose(by_steps[..., 0], [[1, refusal(2), -1, np.nan]])
 
 
@@ -240,8 +240,8 @@ def test_redi_without_rejected_traces_is_sft_on_the_chosen_ones():
 
 def test_spin_is_dpo_on_the_demonstration_and_an_own_sample():
     def reference(d, frozen):
-        given = np.broadcast_to(np.arange(4) == GIVEN, d.rewards.shape) * 1.0
-        return pair_mean(d, given, dpo(d, 0.2))
+        demonstrated = np.broadcast_to(np.arange(4) == DEMONSTRATION, d.rewards.shape) * 1.0
+        return pair_mean(d, demonstrated, dpo(d, 0.2))
 
     check(get_method("spin", beta=0.2), reference, **SHAPE)
     d = ragged(8, g=2, demonstrations=1)
@@ -261,17 +261,17 @@ def test_spin_renews_its_reference():
 @pytest.mark.parametrize("filtered", [True, False])
 def test_self_reinforcement_prefers_the_own_answer(filtered):
     def reference(d, frozen):
-        kept = types.SimpleNamespace(**vars(d))
-        kept.members = d.members.copy()
+        without = types.SimpleNamespace(**vars(d))
+        without.members = d.members.copy()
         for n, i in np.ndindex(d.members.shape):
-            beats = not d.members[n, GIVEN] or d.rewards[n, i] > d.rewards[n, GIVEN]
-            if filtered and i != GIVEN and not beats:
-                kept.members[n, i] = False
-        own = np.broadcast_to(np.arange(4) != GIVEN, d.rewards.shape) * 1.0
-        return pair_mean(kept, own, dpo(d, 0.3))
+            beats = not d.members[n, DEMONSTRATION] or d.rewards[n, i] > d.rewards[n, DEMONSTRATION]
+            if filtered and i != DEMONSTRATION and not beats:
+                without.members[n, i] = False
+        sampled = np.broadcast_to(np.arange(4) != DEMONSTRATION, d.rewards.shape) * 1.0
+        return pair_mean(without, sampled, dpo(d, 0.3))
 
     method = get_method("self_reinforcement", beta=0.3, filtered=filtered)
-    check(method, reference, prepare=written, **SHAPE)
+    check(method, reference, prepare=write_steps, **SHAPE)
 
 
 def test_unfiltered_self_reinforcement_is_spin_with_the_sides_exchanged():
@@ -297,11 +297,11 @@ def with_uniform(d, rng):
     d.logprobs = np.minimum(d.logprobs, -0.01).astype(np.float32).astype(np.float64)
 
 
-def centred(d, n, i, own, normalise):
-    """The advantage of member i when the members ``own`` make the statistics."""
-    if len(own) < 2:
+def centred(d, n, i, pool_members, normalise):
+    """The advantage of member i when the members ``pool_members`` make the statistics."""
+    if len(pool_members) < 2:
         return 0.0
-    group = [d.rewards[n, j] for j in own]
+    group = [d.rewards[n, j] for j in pool_members]
     a = d.rewards[n, i] - np.mean(group)
     return a / ((np.std(group, ddof=1) or 1.0) + 1e-6) if normalise else a
 
@@ -310,9 +310,9 @@ def rl_plus_loss(d, frozen, pool="group", gamma=0.5, normalise=False, clip=False
     total, entropy = 0.0, []
     for n, i, tokens in sequences(d):
         entropy += [d.entropy[n, i, t] for t in tokens]
-        given = d.external[n].max(axis=-1) > 0
-        own = [j for j in members_of(d, n) if pool == "group" or not given[j]]
-        a = centred(d, n, i, own, normalise)
+        external = d.external[n].max(axis=-1) > 0
+        pool_members = [j for j in members_of(d, n) if pool == "group" or not external[j]]
+        a = centred(d, n, i, pool_members, normalise)
         for t in tokens:
             at = (n, i, t)
             if d.external[at]:
@@ -464,8 +464,8 @@ def test_the_balance_follows_utility_and_entropy(batch):
         _, _, state = transform.apply(scores, batch, state)
         utility = np.mean(rewards)
         gain = 0 if before is None else utility - before
-        moved = 0.01 * gain * change / (change**2 + 1e-4) + 0.1 * (0.9 - 0.5)
-        new = min(max(mu + moved, 0.05), 0.95)
+        step = 0.01 * gain * change / (change**2 + 1e-4) + 0.1 * (0.9 - 0.5)
+        new = min(max(mu + step, 0.05), 0.95)
         mu, change, before = new, new - mu, utility
         assert state.mu == pytest.approx(mu, rel=1e-5)
     assert state.steps == 3

@@ -56,8 +56,8 @@ def seed_loss(d, frozen, alpha=0.8):
     def advantage(n, i, t):
         live = members_of(d, n)
         answers = d.ids.get("answer", d.rewards)
-        given = [answers[n, j] for j in live]
-        shares = [given.count(k) / len(live) for k in set(given)]
+        group_answers = [answers[n, j] for j in live]
+        shares = [group_answers.count(k) / len(live) for k in set(group_answers)]
         entropy = -sum(np.log(p) for p in shares) / len(shares)
         x = alpha * entropy / np.log(len(live)) if len(live) > 1 else 0.0
         mean = np.mean([d.rewards[n, j] for j in live])
@@ -136,11 +136,11 @@ def ucas_advantages(d):
         spread = np.std(list(sums.values()), ddof=1) if len(sums) > 1 else 0.0
         z = (sums[i] - np.mean(list(sums.values()))) / (spread + 1e-6)
         a = score[n, i]
-        whole = a * np.exp(-0.25 * z) if a > 0 else a * np.exp(0.35 * z)
+        scaled = a * np.exp(-0.25 * z) if a > 0 else a * np.exp(0.35 * z)
         for t in tokens:
             unit = (d.rollout_logit[n, i, t] - logits.min()) / np.ptp(logits)
-            charged = whole - 0.05 * unit
-            shaped[n, i, t] = max(charged, 0) if whole > 0 else charged if whole < 0 else 0.0
+            charged = scaled - 0.05 * unit
+            shaped[n, i, t] = max(charged, 0) if scaled > 0 else charged if scaled < 0 else 0.0
     return shaped
 
 
@@ -292,9 +292,9 @@ def ask_twice(d, rng):
 def solutions(d, n):
     """(groups, members) that solve the problem of group n, demonstrations left out."""
     same = [m for m in range(4) if d.ids["prompt"][m] == d.ids["prompt"][n]]
-    given = d.external.any(2)
+    external = d.external.any(2)
     return [
-        (m, j) for m in same if not d.ids["ask"][m] for j in members_of(d, m) if not given[m, j]
+        (m, j) for m in same if not d.ids["ask"][m] for j in members_of(d, m) if not external[m, j]
     ]
 
 
@@ -304,12 +304,12 @@ def foretold(d):
     for n, i in np.ndindex(scores.shape):
         if not d.ids["ask"][n]:
             continue
-        told = solutions(d, n)
-        right = [len(tokens_of(d, *at)) for at in told if d.rewards[at] > 0.5]
-        guess, said = d.ids["predicted_tokens"][n, i], d.ids["predicted_passes"][n, i]
+        attempts = solutions(d, n)
+        right = [len(tokens_of(d, *at)) for at in attempts if d.rewards[at] > 0.5]
+        guess, passes = d.ids["predicted_tokens"][n, i], d.ids["predicted_passes"][n, i]
         length = float(bool(right) and min(right) < guess < max(right))
-        rate = len(right) / max(len(told), 1)
-        difficulty = 0.01 ** abs(said / 4 - rate) if said >= 0 and told else 0.0
+        rate = len(right) / max(len(attempts), 1)
+        difficulty = 0.01 ** abs(passes / 4 - rate) if passes >= 0 and attempts else 0.0
         scores[n, i] = (scores[n, i] + length + difficulty) / 3
     return scores
 
@@ -332,28 +332,28 @@ def masa_loss(d, frozen):
 def predictions(d, n, name):
     """Valid predictions about the problem of group n."""
     same = [m for m in range(4) if d.ids["prompt"][m] == d.ids["prompt"][n] and d.ids["ask"][m]]
-    found = [d.ids[name][m, j] for m in same for j in members_of(d, m)]
-    return [x for x in found if x >= 0]
+    values = [d.ids[name][m, j] for m in same for j in members_of(d, m)]
+    return [x for x in values if x >= 0]
 
 
 def efficient_loss(d, frozen):
-    scores, given = foretold(d), d.external.any(2)
+    scores, external = foretold(d), d.external.any(2)
     rows = []
     for n, i, tokens in sequences(d):
         solving = not d.ids["ask"][n]
-        said = predictions(d, n, "predicted_passes")
-        if solving and said and np.mean(said) in (0.0, 4.0):
+        predicted = predictions(d, n, "predicted_passes")
+        if solving and predicted and np.mean(predicted) in (0.0, 4.0):
             continue
         guesses = predictions(d, n, "predicted_tokens")
         limit = 0.8 * np.mean(guesses) if solving and guesses else np.inf
         tokens = [t for t in tokens if t < limit]
         if not tokens:
             continue
-        pool = [j for j in members_of(d, n) if not given[n, j]]
-        a = 0.0 if given[n, i] else standardised(d, scores, n, i, pool)
+        pool = [j for j in members_of(d, n) if not external[n, j]]
+        a = 0.0 if external[n, i] else standardised(d, scores, n, i, pool)
         for t in tokens:
-            shown = -0.1 * d.external[n, i, t] * d.logprobs[n, i, t]
-            rows.append(clipped_loss(ratio(d, (n, i, t)), a, 0.2, 0.28, 10.0) + shown)
+            imitation = -0.1 * d.external[n, i, t] * d.logprobs[n, i, t]
+            rows.append(clipped_loss(ratio(d, (n, i, t)), a, 0.2, 0.28, 10.0) + imitation)
     return sum(rows) / max(len(rows), 1)
 
 

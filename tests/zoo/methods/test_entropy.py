@@ -54,15 +54,15 @@ def substituted(d, rows, threshold=0.05):
     live = [(n, i) for n in range(len(d.rewards)) for i in members_of(d, n)]
     gains = []
     for number in (0, 1):
-        own = copy.copy(d)
-        own.members = d.members & ((d.ids["pass"] > 0) == number)
-        gains.append(standard_score(own))
+        one_pass = copy.copy(d)
+        one_pass.members = d.members & ((d.ids["pass"] > 0) == number)
+        gains.append(standard_score(one_pass))
     second = [at for at in live if d.ids["pass"][at] > 0]
     first = [at for at in live if d.ids["pass"][at] == 0]
     good = [at for at in second if gains[1][at] > threshold]
     used = sorted(good, key=lambda at: d.ids["tie_breaker"][at])[: min(rows, len(good))]
-    kept = sorted(first, key=lambda at: d.ids["tie_breaker"][at])[len(used) :]
-    return {at: gains[0][at] for at in kept} | dict.fromkeys(used, 1.0)
+    rest = sorted(first, key=lambda at: d.ids["tie_breaker"][at])[len(used) :]
+    return {at: gains[0][at] for at in rest} | dict.fromkeys(used, 1.0)
 
 
 def aepo_loss(d, frozen):
@@ -149,16 +149,16 @@ def test_the_weight_of_epo_s_penalty_is_the_released_code_s_at_every_step():
     d = ragged(3, ids=("turn",))
     transform = entropy_history(2, 11, 0.5, 1.5)
     apply = jax.jit(transform.apply)
-    batch, seen = as_batch(d), []
+    batch, weights = as_batch(d), []
     for step in range(12):
         past = TurnHistory(jnp.ones(2), jnp.ones(2), jnp.float32(step))
         _, after, _ = apply(jnp.zeros(d.members.shape), batch, past)
         weight = np.asarray(after.stats["entropy_smoothing"])[d.live & (d.ids["turn"] >= 1)]
         assert np.ptp(weight) == 0
-        seen.append(float(weight[0]))
-    np.testing.assert_allclose(seen, [released_weight(s, 11) for s in range(12)], rtol=1e-5)
-    assert 0.82 < seen[5] < 0.83
-    assert seen[11] < 0.04
+        weights.append(float(weight[0]))
+    np.testing.assert_allclose(weights, [released_weight(s, 11) for s in range(12)], rtol=1e-5)
+    assert 0.82 < weights[5] < 0.83
+    assert weights[11] < 0.04
 
 
 def epo_loss(hinge, history=None, step=0, turns=2, total=10, c=0.3, penalty=0.4):
@@ -204,7 +204,7 @@ def test_epo_with_a_history_is_the_papers(step, hinge):
     value, gradients = loss_and_gradient(method, as_batch(d), live, state)
     reference = epo_loss(hinge, [1.0, 0.3], step)
     assert value == pytest.approx(reference(d, d), rel=1e-5)
-    moved = 0
+    differing = 0
     bonus = -0.3 / d.live.sum()
     for at in map(tuple, np.argwhere(d.live)):
         up, down = copy.deepcopy(d), copy.deepcopy(d)
@@ -212,21 +212,23 @@ def test_epo_with_a_history_is_the_papers(step, hinge):
         down.entropy[at] -= 1e-5
         slope = (reference(up, d) - reference(down, d)) / 2e-5
         assert gradients["entropy"][at] == pytest.approx(slope, abs=1e-5)
-        moved += abs(slope - bonus) > 1e-6
-    assert (moved > 0) == hinge, "the constant penalty has no gradient, the hinge has one"
+        differing += abs(slope - bonus) > 1e-6
+    assert (differing > 0) == hinge, "the constant penalty has no gradient, the hinge has one"
 
 
 def test_the_history_is_the_mean_over_steps_of_each_turns_entropy():
     d = ragged(4, ids=("turn",))
     d.ids["turn"][:] = np.minimum(d.ids["turn"], 1)
     apply = jax.jit(partial(compute_advantages, EPO.objective))
-    state, seen = EPO.objective.init(), []
+    state, entropies = EPO.objective.init(), []
     for scale in (1.0, 3.0):
         d.rollout_entropy = np.float32(d.rollout_entropy * scale).astype(float)
-        seen.append([d.rollout_entropy[d.live & (d.ids["turn"] == k)].mean() for k in range(2)])
+        entropies.append(
+            [d.rollout_entropy[d.live & (d.ids["turn"] == k)].mean() for k in range(2)]
+        )
         _, _, state, _ = apply(as_batch(d), state)
     past = state["advantage"][1]
-    np.testing.assert_allclose(past.mean, np.mean(seen, axis=0), rtol=1e-5)
+    np.testing.assert_allclose(past.mean, np.mean(entropies, axis=0), rtol=1e-5)
     assert (past.times.tolist(), float(past.steps)) == ([2.0, 2.0], 2.0)
 
 
@@ -386,17 +388,21 @@ def test_the_bonus_is_the_papers(fading):
     got, _, after = jax.jit(transform.apply)(
         jnp.asarray(advantages, jnp.float32), as_batch(d), state
     )
-    seen = []
+    changes_so_far = []
     for n, i, places in sequences(d):
-        own = changes(d.running_rank[n, i, places], 2)
-        seen.append(own)
-        rank, velocity, acceleration = np.clip((own - means) / (np.abs(means) + 1e-8), -5, 5)
+        rank_changes = changes(d.running_rank[n, i, places], 2)
+        changes_so_far.append(rank_changes)
+        rank, velocity, acceleration = np.clip(
+            (rank_changes - means) / (np.abs(means) + 1e-8), -5, 5
+        )
         beta = 1 / (1 + np.exp(-1.5 * acceleration))
         aux = beta * np.tanh(rank) + (1 - beta) * np.tanh(velocity)
         aux *= 1 - 1.4 / 2 if fading else 1
         a = advantages[n, i]
         assert float(got[n, i]) == pytest.approx(a + min(max(aux, 0), abs(a) / 2), abs=1e-4)
-    np.testing.assert_allclose(after.means, means + 0.3 * (np.mean(seen, 0) - means), rtol=1e-4)
+    np.testing.assert_allclose(
+        after.means, means + 0.3 * (np.mean(changes_so_far, 0) - means), rtol=1e-4
+    )
     score = np.mean([d.rewards[n, i] for n, i, _ in sequences(d)])
     assert float(after.score) == pytest.approx(0.4 + 0.3 * (score - 0.4), rel=1e-4)
     # The bonus never exceeds its part of the advantage.

@@ -38,22 +38,22 @@ def verified(d, rng):
 
 def ends(d, n, i):
     """token -> points of the step that it ends."""
-    count, found = d.ids["verified_steps"][n, i], {}
+    count, points = d.ids["verified_steps"][n, i], {}
     for t in range(T):
         k = d.ids["solution_step"][n, i, t]
         after = d.ids["solution_step"][n, i, t + 1] if t + 1 < T else -1
         if d.live[n, i, t] and 0 <= k < count and k != after:
-            found[t] = (1.0 if d.ids["verdicts"][n, i] >> k & 1 else -1.0) / count
-    return found
+            points[t] = (1.0 if d.ids["verdicts"][n, i] >> k & 1 else -1.0) / count
+    return points
 
 
 def tango_advantages(d, alpha, balance, ema):
     """By (n, i, t); ``ema`` of right and wrong solutions, as the code's ``pos_count_ema``."""
     out = {}
     any_step = any(ends(d, n, i) for n in (0, 2) for i in members_of(d, n))
-    judged = [(n, i) for n, i, _ in sequences(d) if n % 2]
+    verdicts = [(n, i) for n, i, _ in sequences(d) if n % 2]
     coefs = [1 / (math.sqrt(x) + 1e-6) for x in ema]
-    mean = np.mean([coefs[0 if d.ids["outcome"][at] else 1] for at in judged])
+    mean = np.mean([coefs[0 if d.ids["outcome"][at] else 1] for at in verdicts])
     for n in range(N):
         live = members_of(d, n)
         scores = np.array([d.rewards[n, i] for i in live])
@@ -74,9 +74,9 @@ def tango_advantages(d, alpha, balance, ema):
 
 
 def counts(d):
-    judged = [at[:2] for at in sequences(d) if at[0] % 2]
-    right = sum(int(d.ids["outcome"][at]) for at in judged)
-    return right, len(judged) - right
+    verdicts = [at[:2] for at in sequences(d) if at[0] % 2]
+    right = sum(int(d.ids["outcome"][at]) for at in verdicts)
+    return right, len(verdicts) - right
 
 
 @pytest.mark.parametrize("balance", [True, False])
@@ -100,19 +100,19 @@ def test_alpha_falls_and_the_counts_are_averages():
     method = rl_tango(policies=1, alpha=0.4, alpha_min=0.1, alpha_steps=2)
     objective = method.objective
     compute = jax.jit(lambda batch, state: compute_advantages(objective, batch, state)[::2])
-    state, seen = objective.init(), []
+    state, averages = objective.init(), []
     for number, alpha in enumerate((0.4, 0.4 * math.exp(-math.log(4) / 2), 0.1, 0.1)):
         d = ragged(number, n=N, g=G, t=T)
         verified(d, np.random.default_rng(number))
         right, wrong = counts(d)
         ema = (
             (right, wrong)
-            if not seen
+            if not averages
             else tuple(
-                0.8 * old + 0.2 * new for old, new in zip(seen[-1], (right, wrong), strict=True)
+                0.8 * old + 0.2 * new for old, new in zip(averages[-1], (right, wrong), strict=True)
             )
         )
-        seen.append(ema)
+        averages.append(ema)
         advantages, state = compute(as_batch(d), state)
         expected = tango_advantages(d, alpha, True, ema)
         for n, i, tokens in sequences(d):

@@ -118,9 +118,11 @@ def copg_loss(d, frozen, beta=0.2):
     out = 0.0
     for n, group in groups(d).items():
         pairs = list(itertools.combinations(group, 2))
-        for (i, here), (j, there) in pairs:
+        for (i, here), (j, other_tokens) in pairs:
             gap = total(d, "logprobs", n, i, here) - total(d, "ref_logprobs", n, i, here)
-            gap -= total(d, "logprobs", n, j, there) - total(d, "ref_logprobs", n, j, there)
+            gap -= total(d, "logprobs", n, j, other_tokens) - total(
+                d, "ref_logprobs", n, j, other_tokens
+            )
             out -= (d.rewards[n, i] - d.rewards[n, j] - beta / 2 * gap) * gap / len(pairs)
     return out / max(len(groups(d)), 1)
 
@@ -147,9 +149,11 @@ def test_on_preferences_copg_is_ipo():
     d, beta = full(7, g=2), 0.4
     d.rewards[:] = [1.0, 0.0]
     ipo = 0.0
-    for n, ((i, here), (j, there)) in groups(d).items():
+    for n, ((i, here), (j, other_tokens)) in groups(d).items():
         gap = total(d, "logprobs", n, i, here) - total(d, "ref_logprobs", n, i, here)
-        gap -= total(d, "logprobs", n, j, there) - total(d, "ref_logprobs", n, j, there)
+        gap -= total(d, "logprobs", n, j, other_tokens) - total(
+            d, "ref_logprobs", n, j, other_tokens
+        )
         ipo += (gap - 1 / beta) ** 2 / len(groups(d))
     assert run(copg(beta=beta), d)[0] == pytest.approx(beta / 2 * ipo - 1 / (2 * beta), rel=1e-4)
 
@@ -217,9 +221,13 @@ def oreo_loss(d, frozen, actions=lambda d, n, i, tokens: [[t] for t in tokens]):
             for t in tokens
         ]
         policy = []
-        for own in actions(d, n, i, tokens):
-            after = sum(still[k] for k in tokens if k > own[-1])
-            error = frozen.values[n, i, own[0]] - reward + BETA * (sum(map(gap.get, own)) + after)
+        for step_tokens in actions(d, n, i, tokens):
+            after = sum(still[k] for k in tokens if k > step_tokens[-1])
+            error = (
+                frozen.values[n, i, step_tokens[0]]
+                - reward
+                + BETA * (sum(map(gap.get, step_tokens)) + after)
+            )
             policy.append(error**2)
         total += np.mean(policy) + np.mean(value)
     return total / max(len(sequences(d)), 1)

@@ -50,8 +50,8 @@ def test_rec_with_the_ratio_of_the_sequence_is_a_mean_over_sequences():
         for n, i, tokens in sequences(d):
             gaps = [frozen.logprobs[n, i, k] - d.sampler_logprobs[n, i, k] for k in tokens]
             a, rho = centred(d, n, i), np.exp(sum(gaps) / len(gaps))
-            kept = keeps("one_side", a, rho, 0.1, 0.1)
-            total -= kept * a * sum(d.logprobs[n, i, t] for t in tokens) / len(tokens)
+            in_bounds = keeps("one_side", a, rho, 0.1, 0.1)
+            total -= in_bounds * a * sum(d.logprobs[n, i, t] for t in tokens) / len(tokens)
         return total / max(len(sequences(d)), 1)
 
     method = get_method("rec", level="geometric", importance=False, low=0.1, high=0.1)
@@ -145,9 +145,9 @@ def balanced(d, n):
 def test_red_drop_balances_a_group_and_then_takes_its_mean():
     def loss(d, frozen):
         def term(n, i, t, tokens):
-            kept = balanced(d, n)
-            a = d.rewards[n, i] - sum(d.rewards[n, j] for j in kept) / len(kept)
-            return -(i in kept) * a * d.logprobs[n, i, t]
+            members = balanced(d, n)
+            a = d.rewards[n, i] - sum(d.rewards[n, j] for j in members) / len(members)
+            return -(i in members) * a * d.logprobs[n, i, t]
 
         return token_mean(d, term)
 
@@ -160,11 +160,11 @@ def test_red_drop_of_one_success_keeps_one_failure():
     d = ragged(1, g=4)
     d.members[:], d.mask[:] = True, True
     d.rewards[:] = [1, 0, 0, 0]
-    found = np.sort(advantages_of(get_method("red", variant="drop"), d)[..., 0], axis=1)
-    np.testing.assert_allclose(found, [[-0.5, 0, 0, 0.5]] * 3, atol=1e-6)
+    advantages = np.sort(advantages_of(get_method("red", variant="drop"), d)[..., 0], axis=1)
+    np.testing.assert_allclose(advantages, [[-0.5, 0, 0, 0.5]] * 3, atol=1e-6)
     d.rewards[:] = [1, 1, 1, 0]  # nobody is dropped
-    found = advantages_of(get_method("red", variant="drop"), d)[..., 0]
-    np.testing.assert_allclose(found, [[0.25, 0.25, 0.25, -0.75]] * 3, atol=1e-6)
+    advantages = advantages_of(get_method("red", variant="drop"), d)[..., 0]
+    np.testing.assert_allclose(advantages, [[0.25, 0.25, 0.25, -0.75]] * 3, atol=1e-6)
 
 
 # ---------------------------------------------------------------- replay
@@ -200,13 +200,13 @@ def test_remix_on_fresh_samples_is_grpo():
 
 def test_remix_moves_the_divergence_from_the_base_to_the_previous_policy():
     base, previous = convex_kl("k2", 0.5)
-    state, seen = base.init(), []
+    state, coefs = base.init(), []
     for _ in range(101):
-        seen.append((float(base.coef(state)), float(previous.coef(state))))
+        coefs.append((float(base.coef(state)), float(previous.coef(state))))
         state = base.update(state, {})
-    np.testing.assert_allclose([x + y for x, y in seen], 0.5, rtol=1e-6)
-    assert [seen[s][0] for s in (0, 50)] == [0.5, 0.5]
-    np.testing.assert_allclose([seen[s][0] for s in (51, 60, 61, 100)], [0.45, 0.45, 0.4, 0.25])
+    np.testing.assert_allclose([x + y for x, y in coefs], 0.5, rtol=1e-6)
+    assert [coefs[s][0] for s in (0, 50)] == [0.5, 0.5]
+    np.testing.assert_allclose([coefs[s][0] for s in (51, 60, 61, 100)], [0.45, 0.45, 0.4, 0.25])
     schedule = get_method("remix").schedule
     (copy,) = schedule.after
     assert (schedule.epochs, copy.frozen) == (2, {"ref"})
@@ -250,17 +250,17 @@ def test_topr_on_policy_is_reinforce():
 
 def alol_loss(kind, priority=True, c=0.6, beta=0.2, clip=0.5):
     def reference(d, frozen):
-        kept, out = [], 0.0
+        rows, out = [], 0.0
         for n, i, ts in sequences(d):
             gain = d.rewards[n, i] - d.rollout_values[n, i, ts[0]]
             out += c * (d.values[n, i, ts[0]] - d.rewards[n, i]) ** 2
             gaps = [d.logprobs[n, i, t] - d.ref_logprobs[n, i, t] for t in ts]
             out += beta * sum(gaps)
             if gain > 0:
-                kept.append((n, i, ts, gain))
+                rows.append((n, i, ts, gain))
         out /= max(len(sequences(d)), 1)
-        share = sum(gain if priority else 1 for *_, gain in kept)
-        for n, i, ts, gain in kept:
+        share = sum(gain if priority else 1 for *_, gain in rows)
+        for n, i, ts, gain in rows:
             weight = (gain if priority else 1) / share
             gaps = [frozen.logprobs[n, i, t] - d.ref_logprobs[n, i, t] for t in ts]
             if kind == "sequence":
@@ -287,10 +287,10 @@ def test_at_the_reference_all_three_ratios_have_one_gradient():
     d = ragged(1)
     d.logprobs = d.ref_logprobs.copy()
     methods = [get_method("a_lol", ratio=kind) for kind in RATIOS]
-    found = [run(method, d)[1]["logprobs"] for method in methods]
-    assert np.abs(found[0]).max() > 1e-3
-    for other in found[1:]:
-        np.testing.assert_allclose(found[0], other, rtol=1e-5)
+    gradients = [run(method, d)[1]["logprobs"] for method in methods]
+    assert np.abs(gradients[0]).max() > 1e-3
+    for other in gradients[1:]:
+        np.testing.assert_allclose(gradients[0], other, rtol=1e-5)
 
 
 def test_a_lol_trains_on_the_datas_completions_and_reads_no_reference_without_a_ratio():

@@ -34,7 +34,7 @@ def test_filtered_bc_clones_the_best_of_the_batch():
 
 
 def with_heads(d, rng):
-    """What the heads say of each token, and points for some turns.
+    """Outputs of the heads for each token, and rewards for some turns.
 
     The first group was cut: the references have V = 0 behind its last tokens, too, which is the
     departure from LMRL Gym that the docstrings of ``ilql`` and ``mc_returns`` state.
@@ -76,8 +76,8 @@ def ilql_loss(d, frozen, tau=0.7, gamma=0.9, alpha=0.05, clone=0.5):
 
 def test_ilql_is_the_papers_and_values_end_where_a_completion_was_cut():
     method = get_method("ilql", discount=0.9, cql_coef=0.05, sft_coef=0.5)
-    moved = ("q_0", "q_1", "state_value", "q_unlikely", "base_surprise")
-    check(method, ilql_loss, wrt=moved, prepare=with_heads)
+    wrt = ("q_0", "q_1", "state_value", "q_unlikely", "base_surprise")
+    check(method, ilql_loss, wrt=wrt, prepare=with_heads)
 
 
 def mc_loss(d, frozen, gamma=0.9, alpha=0.05):

@@ -104,8 +104,8 @@ def test_ddpo_weighs_changed_tokens():
     value, gradients = loss_and_gradient(method, batch, live_statistics(method, d))
     assert value == pytest.approx(reference(d, d), rel=1e-5)
     assert pairs_of(d)
-    moved = d.logprobs + 1e-3 * (step := np.random.default_rng(1).normal(size=d.logprobs.shape))
-    here, d.logprobs = reference(d, d), moved
+    perturbed = d.logprobs + 1e-3 * (step := np.random.default_rng(1).normal(size=d.logprobs.shape))
+    here, d.logprobs = reference(d, d), perturbed
     assert (gradients["logprobs"] * step).sum() == pytest.approx(
         (reference(d, d) - here) / 1e-3, rel=2e-3
     )
@@ -130,25 +130,27 @@ def test_common_tokens_are_a_longest_common_subsequence(seed):
     assert in_a.sum() == table[-1, -1]
 
 
-def imitated(d, n, who, value):
-    top = max(d.rewards[n, i] for i in who)
-    best = [value(side(d, n, i)) for i in who if d.rewards[n, i] == top]
+def imitated(d, n, pool, value):
+    top = max(d.rewards[n, i] for i in pool)
+    best = [value(side(d, n, i)) for i in pool if d.rewards[n, i] == top]
     return sum(best) / len(best)
 
 
 @pytest.mark.parametrize("gaps", [True, False])
 def test_pro_ranks_the_whole_list(gaps):
     def reference(d, frozen):
-        def loss(n, who):
-            p = {i: side(d, n, i).mean for i in who}
+        def loss(n, pool):
+            p = {i: side(d, n, i).mean for i in pool}
             r, total = d.rewards[n], 0.0
-            for k in who:
-                below = [i for i in who if r[i] < r[k]]
+            for k in pool:
+                below = [i for i in pool if r[i] < r[k]]
                 if below:
                     inverse = {i: r[k] - r[i] if gaps else 1.0 for i in below}
-                    own = p[k] * max(inverse.values())
-                    total += np.logaddexp.reduce([own, *(p[i] * inverse[i] for i in below)]) - own
-            return total - 0.05 * (len(who) - 1) ** 2 * imitated(d, n, who, lambda s: s.lp)
+                    score = p[k] * max(inverse.values())
+                    total += (
+                        np.logaddexp.reduce([score, *(p[i] * inverse[i] for i in below)]) - score
+                    )
+            return total - 0.05 * (len(pool) - 1) ** 2 * imitated(d, n, pool, lambda s: s.lp)
 
         return mean_over_groups(d, loss)
 
@@ -157,10 +159,10 @@ def test_pro_ranks_the_whole_list(gaps):
 
 def test_rrhf_ranks_by_a_hinge_and_imitates_the_best():
     def reference(d, frozen):
-        def loss(n, who):
-            p, r = {i: side(d, n, i).mean for i in who}, d.rewards[n]
-            rank = sum(max(0, p[i] - p[j]) for i in who for j in who if r[i] < r[j])
-            return rank - imitated(d, n, who, lambda s: s.lp)
+        def loss(n, pool):
+            p, r = {i: side(d, n, i).mean for i in pool}, d.rewards[n]
+            rank = sum(max(0, p[i] - p[j]) for i in pool for j in pool if r[i] < r[j])
+            return rank - imitated(d, n, pool, lambda s: s.lp)
 
         return mean_over_groups(d, loss)
 
@@ -180,13 +182,13 @@ def test_rationales_add_their_likelihood(name, form):
         total, count = 0.0, 0
         for n in range(len(d.rewards)):
             answers = [i for i in members_of(d, n) if i != 3]
-            found = best_and_worst(d, n, d.rewards[n], answers)
-            if not found:
+            pair = best_and_worst(d, n, d.rewards[n], answers)
+            if not pair:
                 continue
-            w, l = (side(d, n, i) for i in found)
+            w, l = (side(d, n, i) for i in pair)
             lp = 0.05 * side(d, n, 3).lp
-            told = -lp if form == "nll" else softplus(-lp)
-            total += (dpo(w, l) if name == "rdpo" else orpo(w, l, 0.1)) + told
+            extra = -lp if form == "nll" else softplus(-lp)
+            total += (dpo(w, l) if name == "rdpo" else orpo(w, l, 0.1)) + extra
             count += 1
         return total / max(count, 1)
 
@@ -195,9 +197,9 @@ def test_rationales_add_their_likelihood(name, form):
 
 def test_tp_llama_compares_the_right_step_with_every_failed_sibling():
     def reference(d, frozen):
-        def loss(n, who):
-            s, r = {i: side(d, n, i) for i in who}, d.rewards[n]
-            each = [dpo(s[i], s[j]) for i in who for j in who if r[i] > r[j]]
+        def loss(n, pool):
+            s, r = {i: side(d, n, i) for i in pool}, d.rewards[n]
+            each = [dpo(s[i], s[j]) for i in pool for j in pool if r[i] > r[j]]
             return sum(each) / len(each)
 
         return mean_over_groups(d, loss)
@@ -277,8 +279,8 @@ def test_trpa_on_two_completions_is_dpo_with_averaged_log_ratios():
                 continue
             if d.rewards[n, both[0]] == d.rewards[n, both[1]]:
                 continue
-            won, lost = ((d.logprobs - d.ref_logprobs)[n, i][d.live[n, i]].mean() for i in both)
-            total -= log_sigmoid(0.5 * (won - lost))
+            won, rejected = ((d.logprobs - d.ref_logprobs)[n, i][d.live[n, i]].mean() for i in both)
+            total -= log_sigmoid(0.5 * (won - rejected))
             count += 1
         return total / count
 
@@ -297,10 +299,10 @@ def test_kto_saturates_on_both_sides():
     d.proximal_logprobs = d.ref_logprobs.copy()
     slopes = []
     for shift in (-900.0, 0.0, 900.0):
-        moved = types.SimpleNamespace(**vars(d))
-        moved.logprobs = d.ref_logprobs.copy()
-        moved.logprobs[..., 0] += shift
-        slopes.append(np.abs(run(get_method("kto"), moved)[1]["logprobs"]).max())
+        shifted = types.SimpleNamespace(**vars(d))
+        shifted.logprobs = d.ref_logprobs.copy()
+        shifted.logprobs[..., 0] += shift
+        slopes.append(np.abs(run(get_method("kto"), shifted)[1]["logprobs"]).max())
     assert slopes[1] > 1e-3
     assert max(slopes[0], slopes[2]) < 1e-6
 
@@ -322,13 +324,13 @@ def test_bco_keeps_a_running_mean(decay, share):
     _, first, state, _ = compute_advantages(objective, batch, objective.init())
     d.proximal_logprobs[..., 0] += 4.0
     _, second, _, _ = compute_advantages(objective, as_batch(d), state)
-    moved = float(second.stats["shift"][0, 0, 0] - first.stats["shift"][0, 0, 0])
-    assert moved == pytest.approx(share * 4.0, abs=1e-5)
+    shift = float(second.stats["shift"][0, 0, 0] - first.stats["shift"][0, 0, 0])
+    assert shift == pytest.approx(share * 4.0, abs=1e-5)
 
 
 def test_bco_weighs_each_step_by_its_completions():
     objective = get_method("bco").objective
-    state, seen, mean = objective.init(), 0, 0.0
+    state, total, mean = objective.init(), 0, 0.0
     for seed, n in enumerate((2, 5, 3)):
         d = ragged(seed, n=n, binary=True)
         kinds = [[], []]
@@ -337,7 +339,7 @@ def test_bco_weighs_each_step_by_its_completions():
             kinds[int(d.rewards[m, i] > 0.5)].append(s.start - s.ref)
         count = sum(map(len, kinds))
         now = np.mean([np.mean(kind) for kind in kinds if kind])
-        seen, mean = seen + count, mean + count / (seen + count) * (now - mean)
+        total, mean = total + count, mean + count / (total + count) * (now - mean)
         _, batch, state, _ = compute_advantages(objective, as_batch(d), state)
         assert float(batch.stats["shift"][0, 0, 0]) == pytest.approx(mean, abs=1e-5)
 
@@ -396,14 +398,14 @@ def steerlm2(d, frozen):
     """The loss whose gradient is the paper's, with weights w and b held still."""
     total, count = 0.0, 0
     for n in range(len(d.rewards)):
-        who = [i for i in members_of(d, n) if tokens_of(d, n, i)]
-        count += bool(who)
-        if not who:
+        pool = [i for i in members_of(d, n) if tokens_of(d, n, i)]
+        count += bool(pool)
+        if not pool:
             continue
-        log_q = {i: sum(d.logprobs[n, i, t] for t in tokens_of(d, n, i)) for i in who}
-        log_0 = {i: sum(d.ref_logprobs[n, i, t] for t in tokens_of(d, n, i)) for i in who}
-        target = np.array([d.rewards[n, i] - log_0[i] for i in who])
-        now = np.array([log_q[i] - log_0[i] for i in who])
+        log_q = {i: sum(d.logprobs[n, i, t] for t in tokens_of(d, n, i)) for i in pool}
+        log_0 = {i: sum(d.ref_logprobs[n, i, t] for t in tokens_of(d, n, i)) for i in pool}
+        target = np.array([d.rewards[n, i] - log_0[i] for i in pool])
+        now = np.array([log_q[i] - log_0[i] for i in pool])
         w, b = (np.exp(x - np.logaddexp.reduce(x)) for x in (target, now))
         total += (w * (np.log(w) - np.log(b))).sum()
     return total / max(count, 1)

@@ -105,10 +105,10 @@ def p3o(pair):
     def reference(d, frozen):
         total, count = 0.0, 0
         for n in range(len(d.rewards)):
-            who = eligible(d, n)
-            losses = [pair(d, frozen, n, i, j) for k, i in enumerate(who) for j in who[k + 1 :]]
+            pool = eligible(d, n)
+            losses = [pair(d, frozen, n, i, j) for k, i in enumerate(pool) for j in pool[k + 1 :]]
             total += np.mean(losses) if losses else 0.0
-            count += bool(who)
+            count += bool(pool)
         return total / max(count, 1)
 
     return reference
@@ -148,12 +148,12 @@ def test_cream_trusts_the_policys_ranking_as_far_as_the_reference_agrees(ranking
     def reference(d, frozen):
         tau, losses, ranked = 0.0, [], 0
         for n in range(len(d.rewards)):
-            who = [side(frozen, n, i) for i in eligible(d, n)]
-            now = [s.start / len(s.tokens) for s in who]
+            sides = [side(frozen, n, i) for i in eligible(d, n)]
+            now = [s.start / len(s.tokens) for s in sides]
             if ranking == "implicit":
-                now = [s.start - summed(frozen, "initial_logprobs", n, s.i) for s in who]
-            before = [s.ref / len(s.tokens) for s in who]
-            size = len(who)
+                now = [s.start - summed(frozen, "initial_logprobs", n, s.i) for s in sides]
+            before = [s.ref / len(s.tokens) for s in sides]
+            size = len(sides)
             if size < 2:
                 continue
             ranked += 1
@@ -163,7 +163,7 @@ def test_cream_trusts_the_policys_ranking_as_far_as_the_reference_agrees(ranking
                 for j in range(i)
             ]
             tau += (np.mean(signs) + 1) / 2
-            w, l = (side(d, n, who[k].i) for k in (np.argmax(now), np.argmin(now)))
+            w, l = (side(d, n, sides[k].i) for k in (np.argmax(now), np.argmin(now)))
             losses.append((0.1 * w.h, 0.1 * l.h))
         c = tau / max(ranked, 1)
         total = sum(c * softplus(b - a) + (1 - c) * softplus(a - b) for a, b in losses)
@@ -175,8 +175,8 @@ def test_cream_trusts_the_policys_ranking_as_far_as_the_reference_agrees(ranking
 def test_online_iterative_dpo_charges_length():
     def reference(d, frozen):
         charged = d.rewards - 0.2 * d.mask.sum(2)
-        found = pairs_of(d, charged)
-        return sum(dpo(w, l) for w, l in found) / max(len(found), 1)
+        pairs = pairs_of(d, charged)
+        return sum(dpo(w, l) for w, l in pairs) / max(len(pairs), 1)
 
     check(get_method("online_iterative_dpo", length_penalty=0.2), reference)
 
@@ -217,11 +217,11 @@ def test_upo_s_passes_are_the_parts_without_weight_where_one_ranks():
     passes = np.array([[[2.0, 1.0], [0, 0]], [[-2.0, -1.0], [0, 0]], [[3.0, -1.0], [0, 0]]])
     parts = np.concatenate([ranks[..., None], passes], axis=2).astype(np.float32)
 
-    whole = as_batch(d).replace(rewards=jnp.asarray(parts))
+    both_parts = as_batch(d).replace(rewards=jnp.asarray(parts))
 
     @jax.jit
     def left(weights):
-        batch = whole.replace(reward_weights=weights)
+        batch = both_parts.replace(reward_weights=weights)
         return compute_advantages(objective, batch, objective.init())[1].members.any(axis=1)
 
     assert left(jnp.array([1.0, 0.0, 0.0])).tolist() == [True, False, True]
@@ -244,17 +244,17 @@ def test_upo_draws_in_proportion_to_certainty():
 
     @jax.jit
     @jax.vmap
-    def drawn(tie_breakers):
+    def choose(tie_breakers):
         ids = {"prompt": jnp.arange(2), "tie_breaker": tie_breakers}
         batch = as_batch(d, ids=ids)
         return compute_advantages(objective, batch, objective.init())[1].members.any(axis=1)
 
     rng = np.random.default_rng(0)
     tie_breakers = rng.integers(0, 2**31 - 1, (4000, 2, 2)).astype(np.int32)
-    kept = np.asarray(drawn(tie_breakers))
-    assert (kept.sum(axis=1) == 1).all()
+    chosen = np.asarray(choose(tie_breakers))
+    assert (chosen.sum(axis=1) == 1).all()
     (_, a), (_, b) = list(certainties(d))
-    assert kept[:, 0].mean() == pytest.approx(a / (a + b), abs=0.03)
+    assert chosen[:, 0].mean() == pytest.approx(a / (a + b), abs=0.03)
     assert a / (a + b) > 0.6
 
 
@@ -321,10 +321,10 @@ def test_cream_is_dpo_on_the_policys_ranking_where_both_rank_alike():
     d.proximal_logprobs[:, 0], d.ref_logprobs[:, 0] = -0.5, -0.6
     d.proximal_logprobs[:, 1], d.ref_logprobs[:, 1] = -3.0, -2.0
     d.rewards = d.rewards[:, ::-1].copy()  # not read
-    own = types.SimpleNamespace(**vars(d))
-    own.rewards = d.rewards[:, ::-1].copy()
+    reversed_data = types.SimpleNamespace(**vars(d))
+    reversed_data.rewards = d.rewards[:, ::-1].copy()
     value, gradients = run(get_method("cream", ranking="likelihood"), d)
-    expected, slopes = run(get_method("dpo"), own)
+    expected, slopes = run(get_method("dpo"), reversed_data)
     assert value == pytest.approx(expected, abs=1e-6)
     np.testing.assert_allclose(gradients["logprobs"], slopes["logprobs"], atol=1e-6)
 

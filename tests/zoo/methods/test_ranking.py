@@ -37,8 +37,8 @@ def test_orders_have_the_probabilities_of_the_distribution(live, seed):
     scores = numbers(np.random.default_rng(seed), 4, scale=2.0)
     orders = list(itertools.permutations(range(live)))
     padded = np.array([[*order, *range(live, 4)] for order in orders])
-    there = np.broadcast_to(np.arange(4) < live, padded.shape)
-    got = sampling_params(4)(jnp.asarray(scores[padded], jnp.float32), jnp.asarray(there)).sum(1)
+    in_order = np.broadcast_to(np.arange(4) < live, padded.shape)
+    got = sampling_params(4)(jnp.asarray(scores[padded], jnp.float32), jnp.asarray(in_order)).sum(1)
     expected = [order_logprob(scores, order) for order in orders]
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
     assert np.exp(np.asarray(got)).sum() == pytest.approx(1, rel=1e-5)
@@ -86,10 +86,10 @@ def test_utilities_are_their_definitions(kind):
 
 
 def groups(d):
-    found = {}
+    members = {}
     for n, i, _ in sequences(d):
-        found.setdefault(n, []).append(i)
-    return found
+        members.setdefault(n, []).append(i)
+    return members
 
 
 @functools.cache
@@ -98,7 +98,7 @@ def noise_of(tie_breaker, count):
 
 
 def ndcg_gains(relevance, cutoff):
-    """What each rank adds to the utility."""
+    """Contribution of each rank to the utility."""
     gains = [max(x, 0.0) / np.log2(k + 2) * (k < cutoff) for k, x in enumerate(relevance)]
     best = utility_of("dcg", sorted(relevance, reverse=True), cutoff)
     return [gain / best if best else 0.0 for gain in gains]
@@ -206,11 +206,11 @@ def standardised(values, i, eps=1e-4):
 
 
 def rank_grpo_loss(
-    d, frozen, gain="own", average="ranks", shaping=0.1, wanted=3, clips=(0.06, 0.08), beta=0.001
+    d, frozen, gain="own", average="ranks", shaping=0.1, places=3, clips=(0.06, 0.08), beta=0.001
 ):
     rows, every = [], []
     for n, i, tokens in sequences(d):
-        item = {t: min(d.ids["item"][n, i, t], wanted) for t in tokens}
+        item = {t: min(d.ids["item"][n, i, t], places) for t in tokens}
         stop = tokens[-1] if not d.truncated[n, i] else None
         tokens = [t for t in tokens if item[t] >= 0 or t == stop]
         if not tokens:
@@ -220,23 +220,23 @@ def rank_grpo_loss(
         for t in tokens:
             ranks.setdefault(item[t], []).append(t)
         losses = {}
-        for k, own in ranks.items():
-            gaps = [d.logprobs[n, i, t] - d.sampler_logprobs[n, i, t] for t in own]
+        for k, rank_tokens in ranks.items():
+            gaps = [d.logprobs[n, i, t] - d.sampler_logprobs[n, i, t] for t in rank_tokens]
             s = np.exp(np.clip(sum(gaps) / len(gaps), -20, 20))
-            for t in own:
+            for t in rank_tokens:
                 a = 0.0
-                if 0 <= k < wanted and not (shaping and t == stop):
+                if 0 <= k < places and not (shaping and t == stop):
                     a = standardised(
                         {j: credit(d.rewards[n, j], k, gain) for j in members_of(d, n)}, i
                     )
-                a -= shaping * (k >= wanted)
+                a -= shaping * (k >= places)
                 if t == stop:
-                    a += shaping * ((emitted == wanted) - float(emitted < wanted))
+                    a += shaping * ((emitted == places) - float(emitted < places))
                 losses[t] = clipped_loss(s, a, *clips)
         kl = [d.ref_logprobs[n, i, t] - d.logprobs[n, i, t] for t in tokens]
         kl = [beta * (np.exp(gap) - gap - 1) for gap in kl]
         if average == "ranks":
-            means = [np.mean([losses[t] for t in own]) for own in ranks.values()]
+            means = [np.mean([losses[t] for t in rank_tokens]) for rank_tokens in ranks.values()]
             rows.append(np.mean(means) + np.mean(kl))
         else:
             every += [loss + term for loss, term in zip(losses.values(), kl, strict=True)]
@@ -258,12 +258,12 @@ def test_rank_grpo_is_the_papers():
 
 @pytest.mark.parametrize(("gain", "average"), [("own", "tokens"), ("tail", "batch")])
 def test_rank_grpo_by_tokens_and_by_tail(gain, average):
-    given = {"gain": gain, "average": average}
+    options = {"gain": gain, "average": average}
     shaping = 0.0 if average == "tokens" else 0.2
-    method = get_method("rank_grpo", **given, length_shaping=shaping, clip_low=0.2, kl_coef=0.1)
+    method = get_method("rank_grpo", **options, length_shaping=shaping, clip_low=0.2, kl_coef=0.1)
 
     def loss(d, frozen):
-        return rank_grpo_loss(d, frozen, **given, shaping=shaping, clips=(0.2, 0.08), beta=0.1)
+        return rank_grpo_loss(d, frozen, **options, shaping=shaping, clips=(0.2, 0.08), beta=0.1)
 
     check(method, loss, prepare=lists, t=7)
 

@@ -68,7 +68,7 @@ def test_losses_are_the_papers(case):
     check(get_method(case.split()[0], **coefficients), over_pairs(loss), wrt=WRT)
 
 
-def whole(seed):
+def numbers_of(seed):
     """A batch in which every member has a token."""
     d = ragged(seed)
     d.members[:] = True
@@ -78,7 +78,7 @@ def whole(seed):
 
 
 def test_without_its_sign_a_cost_is_a_preference():
-    d = whole(0)
+    d = numbers_of(0)
     plain = run(get_method("bradley_terry"), d, WRT)
     without, both = (run(get_method("safe_rlhf_cost", sign_coef=c), d, WRT) for c in (0.0, 1.0))
     assert without[0] == pytest.approx(plain[0], abs=1e-6)
@@ -87,7 +87,7 @@ def test_without_its_sign_a_cost_is_a_preference():
 
 def test_a_strong_preference_is_a_hard_label_and_a_weak_one_is_none():
     """With mu of 0 for all, the best is no difference at all; far above 0 it is Bradley-Terry."""
-    d, method = whole(0), get_method("preference_strength")
+    d, method = numbers_of(0), get_method("preference_strength")
     d.rewards *= 1e3
     strong = run(method, d, WRT)[0]
     assert strong == pytest.approx(run(get_method("bradley_terry"), d, WRT)[0], abs=1e-4)
@@ -203,7 +203,7 @@ def test_attributes_are_learned_where_they_are_labelled():
 
 
 def test_without_attributes_the_score_is_the_first():
-    d = whole(1)
+    d = numbers_of(1)
     d.values_1 = d.values + 1.0
     value, gradients = run(
         get_method("helpsteer2_regression", attributes=2), d, ("values", "values_1")
@@ -345,8 +345,8 @@ def test_a_feature_is_a_fixed_direction_of_the_last_state():
     hidden = np.random.default_rng(1).normal(size=(5, 40)).astype(np.float32)
     mask = jnp.array([True, True, False, True, False])
     each = get_method("simcse_reward", width=2).objective.statistics
-    made = [statistic.apply(jnp.asarray(hidden), mask) for statistic in each]
-    for number, values in enumerate(made):
+    features = [statistic.apply(jnp.asarray(hidden), mask) for statistic in each]
+    for number, values in enumerate(features):
         direction = np.random.default_rng(number).standard_normal(40) / 40**0.5
         np.testing.assert_allclose(values, [hidden[3] @ direction] * 5, rtol=1e-4)
 
@@ -354,7 +354,7 @@ def test_a_feature_is_a_fixed_direction_of_the_last_state():
 # ---------------------------------------------------------------- MetaRM
 
 
-def apart(d, frozen):
+def reference(d, frozen):
     """J in loops, the mean over groups whose scores are all equal."""
     total, count = 0.0, 0
     for n in range(len(d.rewards)):
@@ -370,4 +370,4 @@ def apart(d, frozen):
 def test_how_far_apart_unranked_responses_are_is_the_paper_s():
     ahead = get_method("meta_rm", ascent=0.5).schedule.ahead
     assert ahead.size == 0.5
-    check(Method(ahead.objective), apart, wrt=WRT, n=4)
+    check(Method(ahead.objective), reference, wrt=WRT, n=4)

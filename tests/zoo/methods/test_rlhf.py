@@ -101,18 +101,20 @@ def test_mpo_is_ppo_on_prompts_whose_scores_are_close():
 
 def test_gepo_adds_groups_of_equivalent_demonstrations_to_grpo():
     def reference(d, frozen):
-        own = standard_score(d.__class__(**{**vars(d), "members": d.members & (np.arange(5) < 2)}))
+        advantages = standard_score(
+            d.__class__(**{**vars(d), "members": d.members & (np.arange(5) < 2)})
+        )
         total, count = 0.0, 0
         for n in range(len(d.rewards)):
-            who = [i for i in members_of(d, n) if tokens_of(d, n, i)]
-            count += bool(who)
-            mine = [i for i in who if i < 2]
+            pool = [i for i in members_of(d, n) if tokens_of(d, n, i)]
+            count += bool(pool)
+            mine = [i for i in pool if i < 2]
             for i in mine:
                 tokens = tokens_of(d, n, i)
-                losses = [clipped_loss(ratio(d, (n, i, t)), own[n, i]) for t in tokens]
+                losses = [clipped_loss(ratio(d, (n, i, t)), advantages[n, i]) for t in tokens]
                 total += np.mean(losses) / len(mine)
             gap = d.logprobs[n] - d.ref_logprobs[n]
-            reward = {i: 0.1 * gap[i, tokens_of(d, n, i)].sum() for i in who if i >= 2}
+            reward = {i: 0.1 * gap[i, tokens_of(d, n, i)].sum() for i in pool if i >= 2}
             same = [r for i, r in reward.items() if d.rewards[n, i] > 0.5]
             other = [r for i, r in reward.items() if d.rewards[n, i] <= 0.5]
             if same and other:
@@ -128,7 +130,7 @@ def test_gepo_adds_groups_of_equivalent_demonstrations_to_grpo():
     check(method, reference, g=5, demonstrations=3, prepare=both_kinds)
 
 
-def whole(seed, **shape):
+def numbers(seed, **shape):
     """Groups whose members are all there, with a token each."""
     d = ragged(seed, **shape)
     d.members[:], d.mask[..., 0] = True, True
@@ -137,7 +139,7 @@ def whole(seed, **shape):
 
 
 def test_gepo_without_demonstrations_is_grpo():
-    d = whole(1)
+    d = numbers(1)
     (one, a), (other, b) = run(get_method("gepo"), d), run(get_method("grpo"), d)
     assert one == pytest.approx(other, abs=1e-6)
     np.testing.assert_allclose(a["logprobs"], b["logprobs"], atol=1e-6)
@@ -146,7 +148,7 @@ def test_gepo_without_demonstrations_is_grpo():
 
 def test_the_variance_among_equivalent_demonstrations_is_part_of_gepo():
     """Two losses whose means are the same differ by the variance alone, as do their gradients."""
-    d = whole(1, g=3, demonstrations=3)
+    d = numbers(1, g=3, demonstrations=3)
     d.rewards[:] = [1.0, 1.0, 0.0]
     d.ref_logprobs[:], d.logprobs[:] = 0.0, 0.0
     first = np.arange(d.mask.shape[2]) == 0
@@ -163,7 +165,7 @@ def test_the_variance_among_equivalent_demonstrations_is_part_of_gepo():
 
 
 def test_gepo_of_one_of_each_kind_is_dpo():
-    d = whole(1, g=2)
+    d = numbers(1, g=2)
     d.rewards[:], d.external[:] = [1.0, 0.0], 1
     gepo = get_method("gepo", gepo_coef=1.0, spread_coef=0.0)
     (one, a), (other, b) = run(gepo, d), run(get_method("dpo"), d)
@@ -181,13 +183,13 @@ def sigma(x):
 
 def hardness(d, parts, threshold):
     """DR-IRL's coefficients in float64, of the members 0 to 3; member 4 is the demonstration."""
-    own = [(n, i) for n in range(len(parts)) for i in members_of(d, n) if i < 4]
-    shown = [n for n in range(len(parts)) if d.members[n, 4]]
-    gap = {(n, i): parts[n, 4, 0] - parts[n, i, 0] for n, i in own if n in shown}
+    members = [(n, i) for n in range(len(parts)) for i in members_of(d, n) if i < 4]
+    with_demonstration = [n for n in range(len(parts)) if d.members[n, 4]]
+    gap = {(n, i): parts[n, 4, 0] - parts[n, i, 0] for n, i in members if n in with_demonstration}
     mean = np.mean(list(gap.values()))
     typical = [g for g in gap.values() if (g - mean) ** 2 <= threshold]
     responsive = sigma(np.mean(typical)) / sigma(mean) if typical else 1.0
-    unlike = {at: 1 - parts[(*at, 1)] for at in own}
+    unlike = {at: 1 - parts[(*at, 1)] for at in members}
     middle = sigma(np.mean(list(unlike.values())))
     return {at: responsive * sigma(x) / middle for at, x in unlike.items()}, len(typical), len(gap)
 
@@ -214,7 +216,7 @@ def test_dr_irl_scales_advantages_by_words_and_worth():
 
 
 def test_dr_irl_does_not_train_on_its_demonstration():
-    d = whole(2, g=4, demonstrations=1)
+    d = numbers(2, g=4, demonstrations=1)
     _, gradients = run(get_method("dr_irl"), d)
     assert not gradients["logprobs"][:, 3].any()
     assert gradients["logprobs"][:, :3].any()
@@ -222,7 +224,7 @@ def test_dr_irl_does_not_train_on_its_demonstration():
 
 def test_of_one_gap_dr_irl_is_grpo():
     """Without a part for words, and with every gap typical, nothing is scaled."""
-    d = whole(2, g=4, demonstrations=1)
+    d = numbers(2, g=4, demonstrations=1)
     one = run(get_method("dr_irl", threshold=1e9), d)
     d.members[:, 3] = False
     other = run(get_method("grpo"), d)

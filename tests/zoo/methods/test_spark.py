@@ -39,13 +39,20 @@ def test_every_group_makes_the_question_of_its_kind():
         ["um", "um", "um", "um"],
         ["um", "5", "um", "so 4"],
     ]
-    listed = [recycled(*samples(*groups), step, 9) for step in range(300)]
+    questions_by_step = [recycled(*samples(*groups), step, 9) for step in range(300)]
     by_place = {
-        place: [q for each in listed for q in each if q.place == place and q.label is not None]
+        place: [
+            q
+            for each in questions_by_step
+            for q in each
+            if q.place == place and q.label is not None
+        ]
         for place in range(5)
     }
     reflections = {
-        place: [q for each in listed for q in each if q.place == place and q.label is None]
+        place: [
+            q for each in questions_by_step for q in each if q.place == place and q.label is None
+        ]
         for place in range(5)
     }
     assert {(q.label, q.pair) for q in by_place[0]} == {(1.0, False)}
@@ -71,13 +78,13 @@ def test_every_group_makes_the_question_of_its_kind():
         *("so 5", "um")
     }
     assert {q.text.split("attempt at it:\n")[1].split("\n")[0] for q in reflections[4]} == {"5"}
-    assert recycled(*samples(*groups), 7, 9) == listed[7]  # nothing else is random
+    assert recycled(*samples(*groups), 7, 9) == questions_by_step[7]  # nothing else is random
 
 
 def test_no_more_questions_than_asked_for_of_either_kind():
-    listed = recycled(*samples(*[["4", "5"]] * 12), 0, 3)
-    assert [q.label is None for q in listed] == [False] * 3 + [True] * 3
-    assert len({q.place for q in listed[:3]}) == 3
+    questions = recycled(*samples(*[["4", "5"]] * 12), 0, 3)
+    assert [q.label is None for q in questions] == [False] * 3 + [True] * 3
+    assert len({q.place for q in questions[:3]}) == 3
 
 
 @pytest.mark.parametrize(
@@ -161,15 +168,15 @@ def stepped():
 
 def test_questions_are_groups_of_the_same_step(stepped):
     groups, trained, after, counts = stepped
-    made = np.flatnonzero(np.asarray(groups.round).max(axis=1) > 0)
+    questions = np.flatnonzero(np.asarray(groups.round).max(axis=1) > 0)
     # a verdict of the groups 0, 1 and 2, no more than 2; reflections on 1 (too long), 2 and 3
     assert counts["rounds"] == 2
-    assert 2 <= len(made) <= 4
+    assert 2 <= len(questions) <= 4
     assert trained.ticket.shape == (2 * N,)  # the room of a batch: N problems, N questions
-    assert np.asarray(trained.members()).any(axis=1).sum() == N + len(made)
+    assert np.asarray(trained.members()).any(axis=1).sum() == N + len(questions)
     # the data's order goes on behind the N problems
     assert int(after.cursor) == N
-    for n in made.tolist():
+    for n in questions.tolist():
         row, rollout = int(groups.row[n]), groups.rollout
         prompt = rollout.prompt_tokens[n, : rollout.prompt_lengths[n]].tolist()
         head = rollout.tokens[n, 0, : rollout.lengths[n, 0]].tolist()
@@ -184,10 +191,10 @@ def test_questions_are_groups_of_the_same_step(stepped):
 def test_verdicts_are_paid_by_agreement_and_reflections_by_the_problem(stepped):
     groups = stepped[0]
     rewards, silent = np.asarray(groups.rewards), np.asarray(groups.ids[SILENT])
-    made = np.flatnonzero(np.asarray(groups.round).max(axis=1) > 0)
+    questions = np.flatnonzero(np.asarray(groups.round).max(axis=1) > 0)
     np.testing.assert_array_equal(silent[:N], 2)
     verdicts = 0
-    for n in made.tolist():
+    for n in questions.tolist():
         row = int(groups.row[n])
         if silent[n, 0] == 0:  # every member said yes, and then B, which is no verdict of this kind
             verdicts += 1
@@ -201,7 +208,7 @@ def test_verdicts_are_paid_by_agreement_and_reflections_by_the_problem(stepped):
 
 def test_questions_are_made_once_a_step():
     """Of each completion the text is made once, and each question is written once."""
-    read, written = [], []
+    read, questions = [], []
 
     class Counting(Words):
         def decode(self, ids):
@@ -209,7 +216,7 @@ def test_questions_are_made_once_a_step():
             return super().decode(ids)
 
     def counting(question):
-        written.append(question)
+        questions.append(question)
         return recycled_prompt(question)
 
     method = spark(question_tokens=MORE, pointwise=1.0, kl_coef=0.0)
@@ -217,7 +224,7 @@ def test_questions_are_made_once_a_step():
     verdicts = int((np.asarray(groups.ids[SILENT])[N:, 0] == 0).sum())
     assert verdicts == 2
     assert len(read) == (N + verdicts) * G
-    assert len(written) == len(set(written)) == 4  # with the one that is too long
+    assert len(questions) == len(set(questions)) == 4  # with the one that is too long
     assert groups.prior == {}
 
 

@@ -22,7 +22,7 @@ def chosen(curriculum, state, step, n=3):
     return curriculum.choose(state, query)
 
 
-def told(curriculum, state, step, rows, rates):
+def update(curriculum, state, step, rows, rates):
     rows, n = jnp.array(rows), len(rows)
     rate, ones, zeros = jnp.array(rates, jnp.float32), jnp.ones(n, bool), jnp.zeros((n, 4))
     outcome = Outcome(step, rows, rows * 0, ones, ones, rate, jnp.full(n, 4.0), zeros, zeros)
@@ -42,10 +42,10 @@ def test_acereason_leaves_out_what_is_solved_while_there_are_others():
     curriculum = acereason(code_from=1, solved=0.75).curriculum
     state = curriculum.init(table())
     _, state = chosen(curriculum, state, 1, n=4)  # the four of code, each used once
-    state = told(curriculum, state, 1, [1, 3], [0.75, 0.5])
+    state = update(curriculum, state, 1, [1, 3], [0.75, 0.5])
     choice, _ = chosen(curriculum, state, 2)
     assert sorted(choice.row.tolist()) == [3, 6, 7]
-    state = told(curriculum, state, 2, [6, 7], [1.0, 1.0])
+    state = update(curriculum, state, 2, [6, 7], [1.0, 1.0])
     choice, _ = chosen(curriculum, state, 3)  # one is hard; solved ones of code before maths
     assert 3 in choice.row.tolist()
     assert {int(STAGE[row]) for row in choice.row} == {1}
@@ -65,8 +65,8 @@ def test_a_cascade_goes_through_all_stages_and_stays_in_the_last():
 def test_totrl_turns_thinking_on_after_the_first_stage():
     curriculum = totrl(stage_steps=3).curriculum
     state = curriculum.init(table())
-    seen = [int(STAGE[chosen(curriculum, state, step, n=1)[0].row[0]]) for step in range(6)]
-    assert seen == [0, 0, 0, 1, 1, 1]
+    stages = [int(STAGE[chosen(curriculum, state, step, n=1)[0].row[0]]) for step in range(6)]
+    assert stages == [0, 0, 0, 1, 1, 1]
 
 
 def test_drive_keeps_the_hardest_half_in_each_phase():
@@ -80,12 +80,12 @@ def test_drive_keeps_the_hardest_half_in_each_phase():
     choice, state = chosen(curriculum, state, 2, n=4)
     assert sorted(choice.row.tolist()) == [1, 3, 6, 7]
     assert min(choice.count.tolist() + choice.limit.tolist()) > 10**6
-    state = told(curriculum, state, 2, [1, 3, 6, 7], [0.5, 0.25, 1.0, 0.0])
+    state = update(curriculum, state, 2, [1, 3, 6, 7], [0.5, 0.25, 1.0, 0.0])
     assert np.asarray(state["left"]).all()  # the phase has not ended
-    state = told(curriculum, state, 3, [6], [0.1])
+    state = update(curriculum, state, 3, [6], [0.1])
     choice, state = chosen(curriculum, state, 4, n=2)
     assert sorted(choice.row.tolist()) == [6, 7]
-    state = told(curriculum, told(curriculum, state, 4, [7], [0.2]), 5, [6], [0.1])
+    state = update(curriculum, update(curriculum, state, 4, [7], [0.2]), 5, [6], [0.1])
     assert chosen(curriculum, state, 6, n=1)[0].row.tolist() == [6]
 
 
@@ -95,8 +95,8 @@ def test_the_hardest_are_the_lowest_rates_of_those_left(share):
     rate, left = rng.choice([0, 0.25, 0.5, 1], 20).astype(np.float32), rng.random(20) < 0.6
     keep = int(np.ceil(share * left.sum()))
     expected = sorted(np.flatnonzero(left), key=lambda i: rate[i])[:keep]
-    kept = hardest({"rate": jnp.array(rate), "left": jnp.array(left)}, share)
-    assert np.flatnonzero(kept).tolist() == sorted(expected)
+    selected = hardest({"rate": jnp.array(rate), "left": jnp.array(left)}, share)
+    assert np.flatnonzero(selected).tolist() == sorted(expected)
 
 
 def test_without_the_column_all_problems_are_of_one_stage():

@@ -36,12 +36,12 @@ from jrl.zoo.methods.structure import (
 
 
 def stratified_loss(d, frozen, blend=0.7):
-    whole, local = standard_score(d), np.zeros(d.members.shape)
+    overall, local = standard_score(d), np.zeros(d.members.shape)
     for k in range(3):
-        own = copy.copy(d)
-        own.members = d.members & (d.ids["stratum"] == k)
-        local += standard_score(own)
-    a = blend * local + (1 - blend) * whole
+        stratum = copy.copy(d)
+        stratum.members = d.members & (d.ids["stratum"] == k)
+        local += standard_score(stratum)
+    a = blend * local + (1 - blend) * overall
     return with_advantages(d, lambda n, i, t: a[n, i])
 
 
@@ -154,8 +154,8 @@ def released_gigpo_loss(std, omega=0.7, discount=0.8):
         episode = by_step_rows(scores, [n for n, *_ in rows], std)
         step = by_step_rows(np.array([gain for *_, gain in rows]), states, std)
         a = {
-            (n, i, t): whole + omega * own
-            for (n, i, tokens, _), whole, own in zip(rows, episode, step, strict=True)
+            (n, i, t): episode_gain + omega * step_gain
+            for (n, i, tokens, _), episode_gain, step_gain in zip(rows, episode, step, strict=True)
             for t in tokens
         }
         return with_advantages(d, lambda *at: a[at])
@@ -215,12 +215,12 @@ def test_rewards_given_step_by_step_are_read_where_they_stand():
         ways = batch.score(), token_rewards(batch.score(), batch)
         return [advantage.apply(values, batch, ())[0] for values in ways]
 
-    whole, given = (np.asarray(x) for x in both(batch))
+    at_steps, given_by_step = (np.asarray(x) for x in both(batch))
     lively = d.live.any(axis=2) | ~d.members  # a score without a token is not given
     same = lively.all(axis=1)
-    np.testing.assert_allclose(given[same], whole[same], atol=1e-5)
+    np.testing.assert_allclose(given_by_step[same], at_steps[same], atol=1e-5)
     assert same.any()
-    assert whole[same].any()
+    assert at_steps[same].any()
 
 
 # ---------------------------------------------------------------- steps of episodes
@@ -243,9 +243,9 @@ def ui_s1_loss(d, frozen, omega=0.7, discount=0.5, matched=0.2, std=True):
                 gains[k] = after if points[k] >= matched else points[k]
             for k, (label, tokens) in enumerate(steps):
                 same.setdefault(label, []).append((gains[k], i, tokens))
-        for found in same.values():
-            gains = normalised([gain for gain, *_ in found], std=std)
-            for gain, (_, i, tokens) in zip(gains, found, strict=True):
+        for entries in same.values():
+            gains = normalised([gain for gain, *_ in entries], std=std)
+            for gain, (_, i, tokens) in zip(gains, entries, strict=True):
                 for t in tokens:
                     out[n, i, t] = episode[i] + omega * gain
     return with_advantages(d, lambda n, i, t: out[n, i, t])

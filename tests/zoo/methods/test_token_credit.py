@@ -81,19 +81,19 @@ def test_a_nan_entropy_is_not_taken_for_a_small_one():
 # ---------------------------------------------------------------- CAPO
 
 
-def judged(d, rng):
+def write_verdicts(d, rng):
     """Half of the tokens are in wrong steps, of which each costs three eighths of a point."""
     d.paid = -0.375 * ((rng.random(d.mask.shape) < 0.5) & d.mask)
     d.rewards = np.float32(d.rewards + d.paid.sum(axis=2)).astype(float)
 
 
 def capo_loss(d, frozen):
-    kept = list(sequences(d))
+    rows = list(sequences(d))
     credit = {}
     for n in range(len(d.rewards)):
-        places = [(n, i, t) for m, i, ts in kept if m == n for t in ts]
+        places = [(n, i, t) for m, i, ts in rows if m == n for t in ts]
         outcome = {
-            i: d.rewards[n, i] - sum(d.paid[n, i, t] for t in ts) for m, i, ts in kept if m == n
+            i: d.rewards[n, i] - sum(d.paid[n, i, t] for t in ts) for m, i, ts in rows if m == n
         }
         points = {at: outcome[at[1]] + d.paid[at] for at in places}
         if len(points) < 2:
@@ -103,19 +103,19 @@ def capo_loss(d, frozen):
         credit |= {at: (x - values.mean()) / spread for at, x in points.items()}
     total = sum(
         clipped_loss(ratio(d, (n, i, t)), credit.get((n, i, t), 0.0)) / len(ts)
-        for n, i, ts in kept
+        for n, i, ts in rows
         for t in ts
     )
-    return total / max(len(kept), 1)
+    return total / max(len(rows), 1)
 
 
 def test_capo_is_the_papers():
-    check(capo(), capo_loss, prepare=judged)
+    check(capo(), capo_loss, prepare=write_verdicts)
 
 
 def test_a_wrong_step_costs_its_tokens_alone():
     d = ragged(3)
-    judged(d, np.random.default_rng(3))
+    write_verdicts(d, np.random.default_rng(3))
     (n, i, ts) = next(s for s in sequences(d) if len(s[2]) > 2)
     d.rewards[n, i] -= d.paid[n, i, list(ts)].sum()
     d.paid[n, i] = 0
@@ -135,20 +135,20 @@ def paid_by_step(d, rng):
 
 
 def pav_loss(d, frozen):
-    total, kept = 0.0, list(sequences(d))
-    outcome = {(n, i): d.rewards[n, i] - sum(d.paid[n, i, t] for t in ts) for n, i, ts in kept}
+    total, rows = 0.0, list(sequences(d))
+    outcome = {(n, i): d.rewards[n, i] - sum(d.paid[n, i, t] for t in ts) for n, i, ts in rows}
     outcome |= {
         (n, i): d.rewards[n, i] for n in range(len(d.rewards)) for i in members_of(d, n)
         if (n, i) not in outcome
     }  # fmt: skip
-    for n, i, ts in kept:
+    for n, i, ts in rows:
         others = [outcome[n, j] for j in members_of(d, n) if j != i]
         advantage = outcome[n, i] - sum(others) / len(others) if others else 0.0
         steps = d.ids["step"][n, i]
         for t in ts:
             progress = sum(d.paid[n, i, s] for s in ts if steps[s] == steps[t])
             total -= (advantage + progress) * d.logprobs[n, i, t]
-    return total / max(len(kept), 1)
+    return total / max(len(rows), 1)
 
 
 def test_pav_pays_progress_to_the_step_that_made_it():
@@ -330,24 +330,24 @@ def test_planning_tokens_are_those_where_the_attention_distance_changes_most():
     mask[[1, 4, 11]] = False  # stepped over
     spread = np.zeros(12)
     spread[mask] = waad
-    given = (jnp.asarray(x) for x in (spread, spread, mask))
-    got = np.asarray(rhythm_factors(*given, "local"))
+    arguments = (jnp.asarray(x) for x in (spread, spread, mask))
+    got = np.asarray(rhythm_factors(*arguments, "local"))
     assert set(np.flatnonzero(got[mask] > 1)) == {0, 1, 5, 7}
     np.testing.assert_array_equal(got[~mask], 1)
 
 
 def test_dominated_anchors_share_with_the_token_that_introduces_them():
     """Both ways of being one are needed, and a token may be anchor and introduction at once."""
-    rng, seen = np.random.default_rng(0), set()
+    rng, factor_values = np.random.default_rng(0), set()
     apply = jax.jit(lambda *x: rhythm_factors(*x, jnp.ones(12, bool), reach=3, shared=0.25))
     for _ in range(20):
         waad, fai = np.abs(numbers(rng, 12, scale=4.0)), np.abs(numbers(rng, 12))
         expected = factors(waad, fai, "coupled", reach=3)
         got = apply(jnp.asarray(waad, jnp.float32), jnp.asarray(fai, jnp.float32))
         np.testing.assert_allclose(got, expected, rtol=1e-6)
-        seen |= set(np.round(expected, 4))
+        factor_values |= set(np.round(expected, 4))
     # Nothing, introduction, dominated, plain anchor; dominated or plain and introduction too.
-    assert seen >= {1.0, 1.125, 1.375, 1.5, 1.625}
+    assert factor_values >= {1.0, 1.125, 1.375, 1.5, 1.625}
 
 
 def test_preplan_anchor_with_factor_1_is_grpo():
@@ -395,15 +395,15 @@ def test_distance_and_influence_are_their_definitions():
     local, broad = (chosen(weights, lags, mask, 0.5, sign) for sign in (1, -1))
     expected = np.zeros((2, T))
     for t in np.nonzero(mask)[0]:
-        seen = range(PROMPT + t + 1)
+        visible = range(PROMPT + t + 1)
         expected[0, t] = np.mean(
-            [sum(weights[h, t, s] * min(lags[t, s], 2) for s in seen) for h in local]
+            [sum(weights[h, t, s] * min(lags[t, s], 2) for s in visible) for h in local]
         )
         later = [k for k in np.nonzero(mask)[0] if 2 <= k - t <= 3]
         paid = [weights[h, k, PROMPT + t] for k in later for h in broad]
         expected[1, t] = np.mean(paid) if paid else 0.0
-    given = jnp.asarray(weights, jnp.float32), jnp.asarray(lags), jnp.asarray(mask)
-    got = jax.jit(lambda *x: (distance.apply(*x), influence.apply(*x)))(*given)
+    arguments = jnp.asarray(weights, jnp.float32), jnp.asarray(lags), jnp.asarray(mask)
+    got = jax.jit(lambda *x: (distance.apply(*x), influence.apply(*x)))(*arguments)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
     assert (distance.over, distance.start) == ("attention", True)
 

@@ -87,8 +87,8 @@ def test_along_a_completion_the_steps_add_up_to_its_own_advantage():
     scores = rng.normal(size=6).astype(np.float32)
     live = np.array([True] * 5 + [False])
     steps = jax.jit(prefix_steps)(*map(jnp.asarray, (scores, tokens, np.full(6, 8), live)))
-    own = np.where(live, scores - scores[live].mean(), 0)
-    np.testing.assert_allclose(np.asarray(steps).sum(1), own, atol=1e-6)
+    centred = np.where(live, scores - scores[live].mean(), 0)
+    np.testing.assert_allclose(np.asarray(steps).sum(1), centred, atol=1e-6)
 
 
 # ---------------------------------------------------------------- branches
@@ -136,8 +136,8 @@ def test_tempo_in_a_tree_is_the_papers_with_each_token_once():
 
         def advantage(n, i, t):
             after = mean_of(d, n, i, t, scores)
-            whole = [scores[n, j] for j in members_of(d, n)]
-            before = mean_of(d, n, i, t - 1, scores) if t else np.mean(whole)
+            group_scores = [scores[n, j] for j in members_of(d, n)]
+            before = mean_of(d, n, i, t - 1, scores) if t else np.mean(group_scores)
             return after + after - before
 
         return with_advantages(d, advantage)
@@ -195,22 +195,24 @@ def test_a_tree_counted_by_hand():
 def test_each_token_drawn_is_trained_once_with_what_its_members_earn_together():
     """Summed over a tree the advantages are those of its members drawn apart, each token once."""
     d = toy([3.0, 1.0, 0.0, 0.5])
-    apart = standard_score(d)[0]
+    independent = standard_score(d)[0]
     shared = advantages_of(arpo(), d)[0]
     for i in range(4):
         for t in np.flatnonzero(d.mask[0, i]):
             through = going_through(d, 0, i, t)
             assert sum(d.mask[0, j, t] for j in through) == 1
-            np.testing.assert_allclose(shared[i, t] * len(through), apart[through].sum(), atol=1e-4)
+            np.testing.assert_allclose(
+                shared[i, t] * len(through), independent[through].sum(), atol=1e-4
+            )
 
 
 def test_without_branches_arpo_is_grpo_and_treerl_twice_the_centred_reward():
     d = ragged(3)
     np.testing.assert_allclose(advantages_of(arpo(), d), advantages_of(grpo(), d), atol=1e-6)
     d.members[:], d.mask[:] = True, True
-    found = advantages_of(treerl(), d)
+    advantages = advantages_of(treerl(), d)
     twice = 2 * (d.rewards - d.rewards.mean(1, keepdims=True))
-    np.testing.assert_allclose(found, np.repeat(twice[:, :, None], 5, axis=2), atol=1e-5)
+    np.testing.assert_allclose(advantages, np.repeat(twice[:, :, None], 5, axis=2), atol=1e-5)
 
 
 def test_values_are_backed_up_as_the_search_does():
@@ -229,10 +231,10 @@ def test_values_are_backed_up_as_the_search_does():
         got = constrained_values(
             jnp.asarray(scores, jnp.float32), jnp.asarray(node), jnp.ones(4, bool)
         )
-        wanted = [
+        expected = [
             [tree.nodes[numbers[x]].total if x else 0.0 for x in row] for row in node.tolist()
         ]
-        np.testing.assert_allclose(got, wanted, atol=1e-6)
+        np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
 def test_deepsearch_reads_the_values_of_branches():
@@ -242,10 +244,10 @@ def test_deepsearch_reads_the_values_of_branches():
             *map(jnp.asarray, (np.float32(d.rewards[0]), d.ids["node"][0], np.ones(4, bool)))
         )
     )
-    found = advantages_of(deepsearch(), d)[0]
+    advantages = advantages_of(deepsearch(), d)[0]
     mean = d.rewards.mean()
-    np.testing.assert_allclose(found[0, :3], np.tanh(values[0, :3]) - mean, atol=1e-6)
-    np.testing.assert_allclose(found[0, 3:], 1.0 - mean, atol=1e-6)  # the leaf's own reward
+    np.testing.assert_allclose(advantages[0, :3], np.tanh(values[0, :3]) - mean, atol=1e-6)
+    np.testing.assert_allclose(advantages[0, 3:], 1.0 - mean, atol=1e-6)  # the leaf's own reward
     assert values[0, 0] > 0 > values[1, 2]  # on the right path, and off it
 
 
@@ -260,8 +262,8 @@ def test_alphamaths_values_are_the_mean_outcomes_below_a_token():
 
 
 def test_methods_that_draw_trees_say_so():
-    drawn = {n for n, m in all_methods().items() if m.example().draw.tree is not None}
-    assert drawn == {"arpo", "treerl"}
+    tree_methods = {n for n, m in all_methods().items() if m.example().draw.tree is not None}
+    assert tree_methods == {"arpo", "treerl"}
     assert "plan" in treerl().seams
     assert arpo().draw.tree == ("entropy", 0, 1, 0.0)
     assert treerl().draw.tree == ("surprise", 0, 1, 0.0)
@@ -289,8 +291,8 @@ def deepsearch_loss(d, frozen, width=0.5, bound=0.8):
         leaf = d.ids["node"][n, i, tokens[-1]]
         for t in tokens:
             inner = np.tanh(d.node_value[n, i, t] / width) * bound
-            own = d.rewards[n, i] if d.ids["node"][n, i, t] == leaf else inner
-            out[n, i, t] = own - mean
+            value = d.rewards[n, i] if d.ids["node"][n, i, t] == leaf else inner
+            out[n, i, t] = value - mean
 
     def of_token(n, i, t):
         return clipped_loss(ratio(d, (n, i, t)), out[n, i, t], 0.2, 0.28, 10.0)

@@ -20,11 +20,11 @@ expressions = st.recursive(
 @given(expressions)
 def test_values_are_pythons(expression):
     try:
-        found = calculate(expression)
+        value = calculate(expression)
     except ToolError:
         return
-    assert found == eval(expression)
-    assert type(found) is type(eval(expression))
+    assert value == eval(expression)
+    assert type(value) is type(eval(expression))
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_functions(expression, value):
 
 
 @pytest.mark.parametrize(
-    ("expression", "said"),
+    ("expression", "message"),
     [
         ("9**9**9", "4096 bits"),
         ("2**4000 * 2**4000", "4096 bits"),
@@ -55,9 +55,9 @@ def test_functions(expression, value):
         ("sqrt(1, 2)", "takes exactly one argument"),
     ],
 )
-def test_what_is_refused(expression, said):
+def test_what_is_refused(expression, message):
     begin = time.perf_counter()
-    with pytest.raises(ToolError, match=said):
+    with pytest.raises(ToolError, match=message):
         calculate(expression)
     assert time.perf_counter() - begin < 1
 

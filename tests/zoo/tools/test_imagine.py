@@ -60,22 +60,22 @@ class Fake:
 
 @pytest.fixture
 def fake():
-    found = Fake()
+    endpoint = Fake()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
             size = int(self.headers["Content-Length"])
-            said = found.reply(json.loads(self.rfile.read(size)))
-            status, text = said if isinstance(said, tuple) else (200, said)
+            reply = endpoint.reply(json.loads(self.rfile.read(size)))
+            status, text = reply if isinstance(reply, tuple) else (200, reply)
             out = json.dumps({"choices": [{"message": {"content": text}}]}).encode()
             if status != 200:
                 out = text.encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(out)))
             self.end_headers()
-            for at in range(0, len(out), 1 if found.pause else len(out) or 1):
-                self.wfile.write(out[at : at + 1] if found.pause else out)
-                time.sleep(found.pause)
+            for at in range(0, len(out), 1 if endpoint.pause else len(out) or 1):
+                self.wfile.write(out[at : at + 1] if endpoint.pause else out)
+                time.sleep(endpoint.pause)
 
         def log_message(self, *arguments):
             pass
@@ -89,18 +89,18 @@ def fake():
     server = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
-    found.url = f"http://127.0.0.1:{server.server_port}/v1"
-    yield found
+    endpoint.url = f"http://127.0.0.1:{server.server_port}/v1"
+    yield endpoint
     server.shutdown()
     thread.join()
     server.server_close()
 
 
 def run(fake, out, count=6, **more):
-    made = {"timeout": more.pop("timeout", 20.0)}
+    options = {"timeout": more.pop("timeout", 20.0)}
     return imagine(
         more.pop("task", TASK),
-        Model(fake.url, "some", **made),
+        Model(fake.url, "some", **options),
         out,
         count=count,
         seed=0,
@@ -114,13 +114,13 @@ def rows(path):
 
 
 def test_rows_are_dialogues_with_rewards(fake, tmp_path):
-    found = run(fake, tmp_path / "new" / "out.jsonl")
-    made = rows(tmp_path / "new" / "out.jsonl")
-    assert sorted(row["number"] for row in made) == list(range(6))
-    assert {row["persona"] for row in made} == {"A shy one.", "A proud one.", "A tired one."}
-    assert found == (6, sum(row["reward"] for row in made) / 6, 0)
-    assert made[0]["messages"][0] == {"role": "user", "content": "Teach me."}
-    assert [m["role"] for m in made[0]["messages"]][1::2] == ["assistant", "assistant"]
+    summary = run(fake, tmp_path / "new" / "out.jsonl")
+    dialogues = rows(tmp_path / "new" / "out.jsonl")
+    assert sorted(row["number"] for row in dialogues) == list(range(6))
+    assert {row["persona"] for row in dialogues} == {"A shy one.", "A proud one.", "A tired one."}
+    assert summary == (6, sum(row["reward"] for row in dialogues) / 6, 0)
+    assert dialogues[0]["messages"][0] == {"role": "user", "content": "Teach me."}
+    assert [m["role"] for m in dialogues[0]["messages"]][1::2] == ["assistant", "assistant"]
     assert len({body["seed"] for body in fake.bodies}) == len(fake.bodies)
 
 
@@ -132,9 +132,9 @@ def test_the_same_command_adds_what_is_missing(fake, tmp_path):
     assert run(fake, out, count=6).rows == 6
     assert out.read_text().startswith(first)
     assert sorted(row["number"] for row in rows(out)) == list(range(6))
-    asked = len(fake.prompts)
+    prompt_count = len(fake.prompts)
     assert run(fake, out, count=6).rows == 6
-    assert len(fake.prompts) == asked
+    assert len(fake.prompts) == prompt_count
     with pytest.raises(UserError, match="line 1: imagined for another task; name another file"):
         run(fake, out, task=TASK._replace(goal="Is it fun?"))
 
@@ -142,24 +142,24 @@ def test_the_same_command_adds_what_is_missing(fake, tmp_path):
 def test_what_cannot_be_read_is_left_out_and_asked_for_again(fake, tmp_path):
     out = tmp_path / "out.jsonl"
     fake.fault = lambda number, prompt: "Hm." if "A proud one." in prompt else None
-    found = run(fake, out)
-    assert (found.rows, found.unreadable) == (4, 2)
+    summary = run(fake, out)
+    assert (summary.rows, summary.unreadable) == (4, 2)
     fake.fault = lambda number, prompt: None
     assert run(fake, out)[::2] == (6, 0)
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         ((401, "no such key"), "status 401 Unauthorized: no such key"),
         ((500, ""), "status 500 Internal Server Error; "),
     ],
 )
-def test_a_failing_endpoint_is_named_with_what_is_done(fake, tmp_path, monkeypatch, fault, said):
+def test_a_failing_endpoint_is_named_with_what_is_done(fake, tmp_path, monkeypatch, fault, message):
     monkeypatch.setattr(module, "PAUSES", (0.0, 0.0))
     out = tmp_path / "out.jsonl"
     fake.fault = lambda number, prompt: fault if fake.dialogues > 3 else None
-    with pytest.raises(UserError, match=said) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         run(fake, out, concurrency=1)
     assert f"3 of 6 dialogues are in {out}, and the same command adds" in str(caught.value)
     assert len(rows(out)) == 3
@@ -246,7 +246,7 @@ def test_the_command(fake, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("gaol = 1", "key = 'gaol'; did you mean 'goal'"),
         ("turns = 0", "turns = 0; write a whole number of at least 1"),
@@ -256,10 +256,10 @@ def test_the_command(fake, tmp_path, monkeypatch):
         ("x", "not valid TOML"),
     ],
 )
-def test_a_task_is_checked(text, said, tmp_path):
+def test_a_task_is_checked(text, message, tmp_path):
     path = tmp_path / "task.toml"
     path.write_text(text)
-    with pytest.raises(UserError, match=f"task.toml: {said}"):
+    with pytest.raises(UserError, match=f"task.toml: {message}"):
         read_task(path)
 
 
@@ -279,10 +279,10 @@ def test_an_interrupt_keeps_what_is_done(fake, tmp_path):
     while time.monotonic() < end and not (out.exists() and out.read_text().count("\n") == 2):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
+    _, stderr = process.communicate(timeout=30)
     released.set()
-    assert process.returncode == 130, said
-    assert "jrl: stopped; what is done is in" in said
+    assert process.returncode == 130, stderr
+    assert "jrl: stopped; what is done is in" in stderr
     assert [row["number"] for row in rows(out)] == [0, 1]
     fake.fault = lambda number, prompt: None
     assert CliRunner().invoke(app, command(fake, tmp_path)).exit_code == 0

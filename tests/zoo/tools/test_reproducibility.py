@@ -1,4 +1,4 @@
-"""How far results move with batch, mesh and dtype: the measures by hand, and a run."""
+"""Dependence of results on batch, mesh and dtype: the measures by hand, and a run."""
 
 import itertools
 import json
@@ -43,18 +43,18 @@ def test_divergence(rows, index):
     assert first_difference([np.array(row, np.int32) for row in rows]) == index
 
 
-def drawn(tokens, logprobs, points):
+def sample(tokens, logprobs, points):
     return Sampled(np.array(tokens), np.array(logprobs), points)
 
 
 def test_movement_by_hand():
     """Two problems under three settings; the second diverges at its second token."""
     runs = [
-        [drawn([4, 1], [-0.1, -0.2], 1), drawn([5, 6, 1], [-1.0, -2.0, -0.5], 1)],
-        [drawn([4, 1], [-0.3, -0.2], 1), drawn([5, 7, 8, 1], [-1.5, -2.0, -0.5, -0.1], 0)],
-        [drawn([4, 1], [-0.2, -0.2], 1), drawn([5, 6, 1], [-1.1, -2.0, -0.5], 1)],
+        [sample([4, 1], [-0.1, -0.2], 1), sample([5, 6, 1], [-1.0, -2.0, -0.5], 1)],
+        [sample([4, 1], [-0.3, -0.2], 1), sample([5, 7, 8, 1], [-1.5, -2.0, -0.5, -0.1], 0)],
+        [sample([4, 1], [-0.2, -0.2], 1), sample([5, 6, 1], [-1.1, -2.0, -0.5], 1)],
     ]
-    found = movement(runs)
+    measured = movement(runs)
     deviation = lambda *x: np.std(x, ddof=1)  # noqa: E731
     expected = {
         "accuracy": (1 + 0.5 + 1) / 3,
@@ -69,47 +69,51 @@ def test_movement_by_hand():
         "logprob_std": (deviation(-0.1, -0.3, -0.2) / 2 + deviation(-1.0, -1.5, -1.1)) / 2,
         "logprob_most": 0.5,
     }
-    assert found == pytest.approx(expected)
+    assert measured == pytest.approx(expected)
     same = movement([runs[0], runs[0]])
     assert same["divergence_index"] is None
     assert {k: v for k, v in same.items() if k.endswith("std")} == pytest.approx(
         dict.fromkeys(("accuracy_std", "length_std", "probability_std", "logprob_std"), 0)
     )
-    apart = movement([[drawn([4], [-1.0], 0)], [drawn([5], [-1.0], 0)]])
-    assert (apart["diverged"], apart["probability_std"], apart["logprob_most"]) == (1, None, None)
+    diverged = movement([[sample([4], [-1.0], 0)], [sample([5], [-1.0], 0)]])
+    assert (diverged["diverged"], diverged["probability_std"], diverged["logprob_most"]) == (
+        1,
+        None,
+        None,
+    )
 
 
 def test_each_part_of_a_setting_is_compared_alone_and_together():
     """The completion tells its setting, so that what was compared can be read from the result."""
     lengths = {1: 1, 8: 2, "data=1": 0, "tensor=2": 10, "float32": 100, "bfloat16": 400}
     results = {
-        Setting(*each): [drawn([0] * sum(lengths[x] for x in each), [0.0], 0)]
+        Setting(*each): [sample([0] * sum(lengths[x] for x in each), [0.0], 0)]
         for each in itertools.product((1, 8), ("data=1", "tensor=2"), ("bfloat16", "float32"))
     }
     for setting, run in results.items():
         size = len(run[0].tokens)
-        results[setting] = [drawn(run[0].tokens, np.zeros(size), 0)]
-    found = {(row["varies"], row["dtype"]): row for row in compare(results)}
+        results[setting] = [sample(run[0].tokens, np.zeros(size), 0)]
+    rows_by_setting = {(row["varies"], row["dtype"]): row for row in compare(results)}
     std = lambda *x: pytest.approx(np.std(x, ddof=1))  # noqa: E731
     for dtype in ("bfloat16", "float32"):
-        assert found["batch", dtype]["length_std"] == std(1, 2)
-        assert found["mesh", dtype]["length_std"] == std(1, 11)
-        assert found["batch, mesh", dtype]["length_std"] == std(1, 2, 11, 12)
-        assert found["batch, mesh", dtype]["settings"] == 4
-    assert found["dtype", None]["length_std"] == std(401, 101)
-    assert len(found) == 7
+        assert rows_by_setting["batch", dtype]["length_std"] == std(1, 2)
+        assert rows_by_setting["mesh", dtype]["length_std"] == std(1, 11)
+        assert rows_by_setting["batch, mesh", dtype]["length_std"] == std(1, 2, 11, 12)
+        assert rows_by_setting["batch, mesh", dtype]["settings"] == 4
+    assert rows_by_setting["dtype", None]["length_std"] == std(401, 101)
+    assert len(rows_by_setting) == 7
 
 
 def check_movement(measured, varies, settings):
     for kind in ("greedy", "sampled"):
-        found = {(row["varies"], row["dtype"]): row for row in measured[kind]}
-        exact, rough = (found[varies, dtype] for dtype in ("float32", "bfloat16"))
+        rows_by_setting = {(row["varies"], row["dtype"]): row for row in measured[kind]}
+        exact, rough = (rows_by_setting[varies, dtype] for dtype in ("float32", "bfloat16"))
         assert exact["logprob_most"] < 1e-5
         assert exact["diverged"] == 0
         if "mesh" in varies:  # parts of a sum that are rounded before they are added
             assert rough["logprob_std"] > 20 * exact["logprob_std"]
-        assert found["dtype", None]["logprob_std"] > 1e-4
-        assert all(0 <= row["accuracy"] <= 1 for row in found.values())
+        assert rows_by_setting["dtype", None]["logprob_std"] > 1e-4
+        assert all(0 <= row["accuracy"] <= 1 for row in rows_by_setting.values())
     assert len(measured["settings"]) == settings
 
 
@@ -118,9 +122,9 @@ SMALL = (*RUN, "model.param_dtype=bfloat16", "model.dtype=bfloat16")
 
 
 def test_a_run_moves_with_dtype_and_not_with_batch():
-    shown = CliRunner().invoke(app, ["drift", *SMALL, "--problems", "3", "--json"])
-    assert shown.exit_code == 0, shown.output
-    measured = json.loads(shown.output)
+    result = CliRunner().invoke(app, ["drift", *SMALL, "--problems", "3", "--json"])
+    assert result.exit_code == 0, result.output
+    measured = json.loads(result.output)
     assert measured["problems"] == 3
     assert [(e["batch"], e["dtype"]) for e in measured["settings"]] == [
         *((1, "bfloat16"), (8, "bfloat16"), (1, "float32"), (8, "float32"))
@@ -131,22 +135,27 @@ def test_a_run_moves_with_dtype_and_not_with_batch():
 @pytest.mark.slow
 def test_float32_moves_far_less_with_the_mesh_too():
     meshes = ("data=1", "tensor=2")
-    given = {"batches": (1, 3), "meshes": meshes, "dtypes": ("bfloat16", "float32"), "problems": 5}
-    check_movement(measure_drift(load_config(None, SMALL), **given), "batch, mesh", 8)
+    settings = {
+        "batches": (1, 3),
+        "meshes": meshes,
+        "dtypes": ("bfloat16", "float32"),
+        "problems": 5,
+    }
+    check_movement(measure_drift(load_config(None, SMALL), **settings), "batch, mesh", 8)
 
 
 def test_the_command_prints_a_table(monkeypatch):
     row = {"varies": "batch", "dtype": None, "settings": 2, "accuracy": 0.5, "diverged": None}
-    found = {"step": 7, "problems": 3, "greedy": [row], "sampled": [row, row], "settings": []}
-    asked = []
+    result = {"step": 7, "problems": 3, "greedy": [row], "sampled": [row, row], "settings": []}
+    calls = []
     monkeypatch.setattr(
         "jrl.zoo.tools.reproducibility.measure_drift",
-        lambda config, **given: asked.append(given) or found,
+        lambda config, **options: calls.append(options) or result,
     )
     more = ["--batch", "2", "--mesh", "tensor=2", "--dtype", "bfloat16", "--checkpoint", "4"]
-    shown = CliRunner().invoke(app, ["drift", *RUN, *more])
-    assert shown.exit_code == 0, shown.output
-    assert shown.output.splitlines() == [
+    printed = CliRunner().invoke(app, ["drift", *RUN, *more])
+    assert printed.exit_code == 0, printed.output
+    assert printed.output.splitlines() == [
         "greedy completions of 3 problems, step 7",
         "  varies  dtype  settings  accuracy  diverged",
         "  batch   -      2         0.5       -",
@@ -155,7 +164,7 @@ def test_the_command_prints_a_table(monkeypatch):
         "  batch   -      2         0.5       -",
         "  batch   -      2         0.5       -",
     ]
-    assert asked == [
+    assert calls == [
         {
             "batches": [2],
             "meshes": ["tensor=2"],
@@ -167,7 +176,7 @@ def test_the_command_prints_a_table(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"batches": (4,)}, "one setting has nothing to be compared with"),
         ({"dtypes": ("float8",)}, "--dtype = 'float8'"),
@@ -178,10 +187,10 @@ def test_the_command_prints_a_table(monkeypatch):
     ],
     ids=str,
 )
-def test_settings_that_cannot_be(changes, said):
-    given = {"batches": (1, 2), "meshes": (), "dtypes": ("float32",), "problems": 2}
-    with pytest.raises(UserError, match=said):
-        measure_drift(load_config(None, RUN), **given | changes)
+def test_settings_that_cannot_be(changes, message):
+    settings = {"batches": (1, 2), "meshes": (), "dtypes": ("float32",), "problems": 2}
+    with pytest.raises(UserError, match=message):
+        measure_drift(load_config(None, RUN), **settings | changes)
 
 
 def test_episodes_are_refused():

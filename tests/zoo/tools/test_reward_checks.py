@@ -38,11 +38,11 @@ def test_rows_hold_the_mean_scores_of_the_models():
 def test_labels_of_the_weakest_preferences_are_flipped():
     rng = np.random.default_rng(2)
     rows = [{"prompt": "p", "chosen": f"c{i}", "rejected": f"r{i}"} for i in range(10)]
-    worth = {row[side]: rng.normal() for row in rows for side in ("chosen", "rejected")}
-    worth["c3"] = None
-    models = [lambda s, k=k: ([w if (w := worth[x.completion]) is None else k * w for x in s], {})
+    points = {row[side]: rng.normal() for row in rows for side in ("chosen", "rejected")}
+    points["c3"] = None
+    models = [lambda s, k=k: ([w if (w := points[x.completion]) is None else k * w for x in s], {})
               for k in (1.0, 3.0)]  # fmt: skip
-    gaps = {i: 2 * (worth[f"c{i}"] - worth[f"r{i}"]) for i in range(10) if i != 3}
+    gaps = {i: 2 * (points[f"c{i}"] - points[f"r{i}"]) for i in range(10) if i != 3}
     weakest = sorted(gaps, key=gaps.get)[:2]
     for i, row in enumerate(flipped(rows, models, share=0.25)):  # a quarter of nine is two
         sides = ("rejected", "chosen") if i in weakest else ("chosen", "rejected")

@@ -39,10 +39,12 @@ def test_convex_da_keeps_the_copies_at_the_corners():
     copies = {"good": ["a", "b", "ab", "aabb", "ab"], "line": ["c", "cc", "ccc"]}
     rows = [{"prompt": "p", "chosen": c, "rejected": "bad"} for c in copies]
     out = convex_da(rows, lambda text, n: copies[text][:n], encode)
-    listed = {text: [copies[text].index(t) for t in dict.fromkeys(copies[text])] for text in copies}
+    corners = {
+        text: [copies[text].index(t) for t in dict.fromkeys(copies[text])] for text in copies
+    }
     expected = []
     for row in rows:
-        texts = [copies[row["chosen"]][i] for i in listed[row["chosen"]]]
+        texts = [copies[row["chosen"]][i] for i in corners[row["chosen"]]]
         expected += [{**row, "chosen": texts[i]} for i in hull_vertices(encode(texts))]
     assert out == expected
     assert [row["chosen"] for row in out if row["chosen"].startswith("c")] == ["c", "ccc"]
@@ -56,17 +58,25 @@ def sample(question, completion):
 
 def test_points_are_fused_with_those_of_like_examples():
     examples = [sample("q", text) for text in ("aaa", "aab", "ddd", "eee", "abc")]
-    worth = {"aaa": 1.0, "aab": 2.0, "ddd": -5.0, "eee": None, "abc": 4.0, "aaaa": 0.5, "x": None}
+    points_of = {
+        "aaa": 1.0,
+        "aab": 2.0,
+        "ddd": -5.0,
+        "eee": None,
+        "abc": 4.0,
+        "aaaa": 0.5,
+        "x": None,
+    }
 
     def model(samples):
-        return [worth[s.completion] for s in samples], {"seen": float(len(samples))}
+        return [points_of[s.completion] for s in samples], {"seen": float(len(samples))}
 
     fused = reward_fusion(model, encode, examples, neighbours=2, least=0.9)
     points, counts = fused([sample("q", "aaaa"), sample("q", "x"), sample("q", "ddd")])
     texts = encode([f"q\n\n{t}" for t in ("aaaa", "aaa", "aab", "ddd", "abc")])
     unit = texts / np.linalg.norm(texts, axis=1, keepdims=True)
     alike = sorted(
-        ((unit[0] @ u, worth[t]) for u, t in zip(unit[1:], ("aaa", "aab", "ddd", "abc"))),  # noqa: B905
+        ((unit[0] @ u, points_of[t]) for u, t in zip(unit[1:], ("aaa", "aab", "ddd", "abc"))),  # noqa: B905
         reverse=True,
     )[:2]
     near = [(s, r) for s, r in alike if s >= 0.9]

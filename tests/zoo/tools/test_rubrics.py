@@ -76,14 +76,14 @@ def test_of_a_ranking_the_pairs_that_a_good_rubric_tells_are_kept(least):
 
 def test_pairs_train_a_writer_and_a_judge_in_the_words_that_they_are_asked_in():
     pairs = contrastive_rubrics(ROWS[:1], write, judge)
-    (written,) = writer_rows([*pairs, *pairs])
-    assert json.loads(written["answer"]) == json.loads(RUBRIC)
-    asked = []
+    (writer_row,) = writer_rows([*pairs, *pairs])
+    assert json.loads(writer_row["answer"]) == json.loads(RUBRIC)
+    prompts = []
     (row,) = with_rubrics(
         [{"question": "Name a bird.", "id": 3}],
-        lambda messages: asked.append(messages[0]["content"]) or written["answer"],
+        lambda messages: prompts.append(messages[0]["content"]) or writer_row["answer"],
     )
-    assert asked == [written["question"]]
+    assert prompts == [writer_row["question"]]
     assert (row["id"], row["rubric"]) == (3, pairs[0]["rubric"])
     assert with_rubrics([{"question": "?"}], lambda messages: "none") == []
     both = judge_rows(pairs)

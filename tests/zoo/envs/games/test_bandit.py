@@ -61,9 +61,9 @@ def test_the_solution_finds_the_best_arm():
 
 
 def test_bad_options():
-    for options, says in (
+    for options, message in (
         ({"arms": 1}, "data.arms = 1; choose an integer from 2 to 8"),
         ({"best": 0.2, "other": 0.5}, "data.other = 0.5 and data.best = 0.2; give chances"),
     ):
-        with pytest.raises(UserError, match=says):
+        with pytest.raises(UserError, match=message):
             get_env("bandit", **options)

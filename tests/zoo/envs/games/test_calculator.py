@@ -25,11 +25,11 @@ def turn_of(text, stop=True):
 
 
 def python_result(text):
-    """What the tool says to a call, by Python; "!" for one that is none."""
-    found = re.fullmatch(r"(-?\d{1,9})([-+*])(-?\d{1,9})", text)
-    if not found:
+    """The tool's reply to a call, by Python; "!" for an invalid one."""
+    match = re.fullmatch(r"(-?\d{1,9})([-+*])(-?\d{1,9})", text)
+    if not match:
         return "!"
-    value = eval(f"({int(found[1])}){found[2]}({int(found[3])})")
+    value = eval(f"({int(match[1])}){match[2]}({int(match[3])})")
     return str(value) if abs(value) <= LARGEST else "!"
 
 
@@ -49,8 +49,13 @@ def test_calls_are_worked_out():
         reply = ENV.tokenizer.decode(turns.reply[i, : turns.count[i]].tolist())
         if not turns.done[i]:
             assert reply == python_result(call), call
-    cut = turn_of("1" * ENV.turn_tokens, stop=False)
-    assert ENV.tokenizer.decode(step(cut[0][None], cut[1][None]).reply[0, :1].tolist()) == "!"
+    without_stop = turn_of("1" * ENV.turn_tokens, stop=False)
+    assert (
+        ENV.tokenizer.decode(
+            step(without_stop[0][None], without_stop[1][None]).reply[0, :1].tolist()
+        )
+        == "!"
+    )
 
 
 def test_answers_and_states():

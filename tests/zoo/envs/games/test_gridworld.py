@@ -46,7 +46,7 @@ def description(env, start):
 def test_moves_follow_the_rules(options):
     env = get_env("gridworld", **options)
     start_of, step = jit(partial(env.generate, split="train")), jit(env.step)
-    rng, seen = np.random.default_rng(0), collections.Counter()
+    rng, visits = np.random.default_rng(0), collections.Counter()
     for key in KEYS[:6]:
         start = jax.device_get(start_of(key))
         desc, (row, col) = description(env, start)
@@ -64,10 +64,10 @@ def test_moves_follow_the_rules(options):
             assert env.tokenizer.decode(turn.reply.tolist()) == f"{row}{col}"
             assert (turn.reward, turn.done, turn.success) == (reward, done, reward == 1)
             assert turn.state_id == before
-            seen[desc[row][col]] += 1
+            visits[desc[row][col]] += 1
             if done:
                 break
-    assert set(seen) >= {"f", "h"}
+    assert set(visits) >= {"f", "h"}
 
 
 def test_known_maps_are_those_of_frozen_lake():
@@ -119,12 +119,12 @@ def test_random_maps_can_be_solved_and_stay_in_their_split():
     }
     solution = jit(env.solution)
     texts, holes = {}, 0
-    for split, found in starts.items():
+    for split, start_states in starts.items():
         texts[split] = set()
-        held = jax.vmap(in_eval)(found.state.tiles)
-        assert (np.asarray(held) == (split == "eval")).all()
+        in_split = jax.vmap(in_eval)(start_states.state.tiles)
+        assert (np.asarray(in_split) == (split == "eval")).all()
         for i in range(len(KEYS)):
-            start = jax.tree.map(lambda x, i=i: x[i], found)
+            start = jax.tree.map(lambda x, i=i: x[i], start_states)
             desc, place = description(env, start)
             texts[split].add("".join(desc))
             holes += sum(row.count("h") for row in desc)
@@ -146,7 +146,7 @@ def test_random_maps_can_be_solved_and_stay_in_their_split():
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"map": "5x5"}, "data.map = '5x5'; choose from 4x4, 8x8, random"),
         ({"start": "middle"}, "data.start = 'middle'; choose from anywhere, corner"),
@@ -156,6 +156,6 @@ def test_random_maps_can_be_solved_and_stay_in_their_split():
         ({"holes": 3}, "data.holes = 3: there is no such option"),
     ],
 )
-def test_bad_options(options, says):
-    with pytest.raises(UserError, match=says):
+def test_bad_options(options, message):
+    with pytest.raises(UserError, match=message):
         get_env("gridworld", **options)

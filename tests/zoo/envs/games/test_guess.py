@@ -16,7 +16,7 @@ from jrl.errors import UserError
 def test_answers_say_where_the_secret_is():
     env = get_env("guess_number", numbers=20, cost=0.25)
     step, start_of = jit(env.step), jit(partial(env.generate, split="train"))
-    rng, said, secrets = np.random.default_rng(0), set(), set()
+    rng, replies, secrets = np.random.default_rng(0), set(), set()
     for i in range(12):
         start = jax.device_get(start_of(jax.random.key(i)))
         assert env.render(start)[0] == "19:"
@@ -29,20 +29,20 @@ def test_answers_say_where_the_secret_is():
             state, turn = jax.device_get(step(state, tokens, jnp.int32(2), jax.random.key(0)))
             assert turn.state_id == low * 20 + high
             number = int(text) if text.isdigit() and int(text) < 20 else None
-            found = number == secret
-            assert (turn.done, turn.success) == (found, found)
-            assert turn.reward == np.float32(1 if found else -0.25)
-            if found:
-                said.add("=")
+            correct = number == secret
+            assert (turn.done, turn.success) == (correct, correct)
+            assert turn.reward == np.float32(1 if correct else -0.25)
+            if correct:
+                replies.add("=")
                 break
             expected = "?" if number is None else ">" if secret > number else "<"
             assert env.tokenizer.decode(turn.reply.tolist()) == expected
-            said.add(expected)
+            replies.add(expected)
             if expected == ">":
                 low = max(low, number + 1)
             if expected == "<":
                 high = min(high, number - 1)
-    assert said == {"<", ">", "?", "="}
+    assert replies == {"<", ">", "?", "="}
     assert len(secrets) > 5
 
 
@@ -51,12 +51,12 @@ def test_the_solution_is_binary_search(numbers):
     env = get_env("guess_number", numbers=numbers)
     start = env.generate(jax.random.key(0), "eval")
 
-    def taken(secret):
-        begun = start.replace(state=start.state.replace(secret=secret))
-        log = scripted(jax.random.key(0), begun, env=env)[2]
+    def turns_needed(secret):
+        with_secret = start.replace(state=start.state.replace(secret=secret))
+        log = scripted(jax.random.key(0), with_secret, env=env)[2]
         return log.count[0], log.success
 
-    counts, success = jax.device_get(jit(jax.vmap(taken))(jnp.arange(numbers)))
+    counts, success = jax.device_get(jit(jax.vmap(turns_needed))(jnp.arange(numbers)))
     assert success.all()
 
     def search(low, high):  # guesses for each number between the two
@@ -75,10 +75,10 @@ def test_the_solution_is_binary_search(numbers):
 
 
 def test_bad_options():
-    for options, says in (
+    for options, message in (
         ({"numbers": 1}, "data.numbers = 1; choose an integer from 2 to 1000"),
         ({"cost": -1}, "data.cost = -1; give points, at least 0"),
         ({"turns": 1001}, "data.turns = 1001"),
     ):
-        with pytest.raises(UserError, match=says):
+        with pytest.raises(UserError, match=message):
             get_env("guess_number", **options)

@@ -16,14 +16,14 @@ from jrl.errors import UserError
 def test_calls_and_answers_against_a_dictionary():
     env = get_env("lookup", keys=5, hops=3)
     step, start_of = jit(env.step), jit(partial(env.generate, split="train"))
-    rng, seen = np.random.default_rng(0), set()
+    rng, outcomes = np.random.default_rng(0), set()
     for i in range(20):
         start = jax.device_get(start_of(jax.random.key(i)))
         question = env.render(start)[0]
         store = dict(zip("abcde", ("abcde"[v] for v in start.state.values), strict=True))
         at, left = question[0], int(question[1])
         assert question[2] == ":"
-        seen.add(left)
+        outcomes.add(left)
         state = start.state
         for _ in range(5):
             text = f"{rng.choice(list('??????=z'))}{rng.choice(list('abcdez') + [at] * 6)}"
@@ -37,15 +37,15 @@ def test_calls_and_answers_against_a_dictionary():
             assert turn.success == (text[0] == "=" and text[1] == truth)
             assert turn.reward == turn.success
             if turn.done:
-                seen.add("right" if turn.success else "wrong")
+                outcomes.add("right" if turn.success else "wrong")
                 break
             valid = text[0] == "?" and text[1] in store
             expected = store[text[1]] if valid else "!"
             assert env.tokenizer.decode(turn.reply.tolist()) == expected
-            seen.add("value" if valid else "error")
+            outcomes.add("value" if valid else "error")
             if valid and text[1] == at and left:
                 at, left = store[at], left - 1
-    assert seen == {1, 2, 3, "value", "error", "right", "wrong"}
+    assert outcomes == {1, 2, 3, "value", "error", "right", "wrong"}
 
 
 def test_the_solution_answers_after_as_many_calls_as_it_needs():

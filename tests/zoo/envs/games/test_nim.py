@@ -28,8 +28,8 @@ def winning(heaps):
 
 def test_the_perfect_player_never_gives_a_won_game_away():
     positions = np.array(list(itertools.product(range(5), repeat=3)))
-    heap, taken = jax.device_get(jit(jax.vmap(perfect_move))(jnp.asarray(positions)))
-    for before, i, k in zip(positions, heap, taken, strict=True):
+    heap, counts = jax.device_get(jit(jax.vmap(perfect_move))(jnp.asarray(positions)))
+    for before, i, k in zip(positions, heap, counts, strict=True):
         if before.sum() == 0:
             assert k == 0
             continue
@@ -42,8 +42,8 @@ def test_the_perfect_player_never_gives_a_won_game_away():
 def test_random_moves_are_all_legal_moves_alike():
     left = jnp.array([2, 0, 3])
     keys = jax.random.split(jax.random.key(0), 1000)
-    heap, taken = jax.device_get(jit(jax.vmap(lambda k: random_move(left, k)))(keys))
-    moves, counts = np.unique(np.stack([heap, taken], 1), axis=0, return_counts=True)
+    heap, removed = jax.device_get(jit(jax.vmap(lambda k: random_move(left, k)))(keys))
+    moves, counts = np.unique(np.stack([heap, removed], 1), axis=0, return_counts=True)
     assert moves.tolist() == [[0, 1], [0, 2], [2, 1], [2, 2], [2, 3]]
     assert np.abs(counts - 200).max() < 60
 
@@ -80,9 +80,9 @@ def test_moves_follow_the_rules(opponent):
             assert 1 <= number <= heaps[theirs]
             heaps[theirs] -= number
             assert reply[2:] == "".join(map(str, heaps))
-            lost = sum(heaps) == 0
-            assert (turn.done, turn.success, turn.reward) == (lost, False, 0)
-            if lost:
+            is_over = sum(heaps) == 0
+            assert (turn.done, turn.success, turn.reward) == (is_over, False, 0)
+            if is_over:
                 ends.add("lost")
                 break
     assert ends >= {"illegal", "lost"}
@@ -115,11 +115,11 @@ def test_an_illegal_move_may_cost_points(opponent):
 
 
 def test_bad_options():
-    for options, says in (
+    for options, message in (
         ({"heaps": 5}, "data.heaps = 5; choose an integer from 1 to 4"),
         ({"illegal": 0.5}, "data.illegal = 0.5; give points, 0 or less"),
         ({"most": 0}, "data.most = 0; choose an integer from 1 to 9"),
         ({"opponent": "perfct"}, "data.opponent = 'perfct'; did you mean 'perfect'"),
     ):
-        with pytest.raises(UserError, match=says):
+        with pytest.raises(UserError, match=message):
             get_env("nim", **options)

@@ -67,8 +67,8 @@ def test_the_solution_finds_every_word():
     words = jnp.array(list(itertools.product(range(3), repeat=3)))
 
     def episode(word):
-        begun = start.replace(state=start.state.replace(word=word))
-        return scripted(jax.random.key(0), begun, env=env)[2]
+        with_word = start.replace(state=start.state.replace(word=word))
+        return scripted(jax.random.key(0), with_word, env=env)[2]
 
     log = jit(jax.vmap(episode))(words)
     assert np.asarray(log.success).all()
@@ -76,9 +76,9 @@ def test_the_solution_finds_every_word():
 
 
 def test_bad_options():
-    for options, says in (
+    for options, message in (
         ({"letters": 1}, "data.letters = 1; choose an integer from 2 to 20"),
         ({"letters": 20, "length": 4}, "make 160000 words; lower one of them, to at most 5000"),
     ):
-        with pytest.raises(UserError, match=says):
+        with pytest.raises(UserError, match=message):
             get_env("wordle", **options)
