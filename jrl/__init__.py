@@ -128,13 +128,8 @@ else:
     __all__ += ["__version__"]
 
     def __getattr__(name: str) -> Any:
-        return _version() if name == "__version__" else _get(name)
+        if name != "__version__":
+            return _get(name)
+        from jrl.system.extras import version
 
-
-def _version() -> str:
-    import importlib.metadata
-
-    try:
-        return importlib.metadata.version("jrl-lm")
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout that was not installed
-        return "0+unknown"
+        return version()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from jrl.errors import UserError
-from jrl.serving.openai_requests import ApiError
+from jrl.serving.api_error import ApiError
 
 EXAMPLES = pathlib.Path(__file__).parent / "fuzz_examples"
 """Where hypothesis writes inputs that failed, and looks first; to be committed with the fix. What

@@ -113,8 +113,9 @@ MUTANTS = {
     "prompt padding that is attended to": Mutant(
         7,
         "models/layers.py",
-        "owned = Owners(*marks, rows.prompt_lengths, p, rows.ends, rows.lengths)\n",
-        "owned = Owners(*marks, p + 0 * rows.prompt_lengths, p, rows.ends, rows.lengths)\n",
+        "at_both = shared_attention(options.attention, config, rows)\n",
+        "rows = rows._replace(prompt_lengths=p + 0 * rows.prompt_lengths)\n"
+        "    at_both = shared_attention(options.attention, config, rows)\n",
     ),
     "the wrong sign": Mutant(
         8,

@@ -15,7 +15,7 @@ def defined(path):
     """Names at the top of a file, and Class.name of the methods of its classes."""
     names = set()
     for node in ast.parse((ROOT / path).read_text()).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.add(node.name)
             inside = node.body if isinstance(node, ast.ClassDef) else ()
             names |= {f"{node.name}.{n.name}" for n in inside if isinstance(n, ast.FunctionDef)}

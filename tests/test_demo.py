@@ -41,7 +41,7 @@ def demo(checkout, *changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_rl_takes_the_tiny_policy_from_below_one_half_to_above_nine_tenths(
     seed, checkout, tmp_path
 ):

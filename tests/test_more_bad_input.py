@@ -26,7 +26,8 @@ from jrl.models.transformer import transformer
 from jrl.rewards import make_reward
 from jrl.run.reward_probe import check_reward_columns
 from jrl.sampling.request import RequestLimits
-from jrl.serving.openai_requests import ApiError, parse
+from jrl.serving.api_error import ApiError
+from jrl.serving.openai_requests import parse
 from jrl.storage.metrics import RunWriter, check_run_dir, read_jsonl
 from jrl.storage.step_files import what_is_saved
 from jrl.system import processes

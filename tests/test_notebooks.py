@@ -52,7 +52,8 @@ nbformat.write(notebook, target)
 def execute(path, folder, monkeypatch, times=1):
     """Runs all cells with this environment's Python; returns what they printed and drew.
 
-    With ``times`` each code cell runs so often before the next one.
+    With ``times`` each code cell runs so often before the next one; the outputs are those of its
+    first time.
 
     Jupyter is told of a kernel in ``folder`` and writes there alone, so none needs to be installed.
     It runs in a process of its own: its sockets give warnings, which here are errors.
@@ -73,7 +74,8 @@ def execute(path, folder, monkeypatch, times=1):
         timeout=1000,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    outputs = [output for cell in read(target).cells for output in cell.get("outputs", ())]
+    cells = read(target).cells[::times]
+    outputs = [output for cell in cells for output in cell.get("outputs", ())]
     streams = {"stdout": "", "stderr": ""}
     for output in outputs:
         if output.output_type == "stream":
@@ -99,14 +101,6 @@ def test_no_cell_gives_a_function_or_import_another_meaning(path):
             earlier = kinds.get(name, "value")
             assert earlier in ("value", kind), f"{name} was a {earlier}: {cell.source}"
         kinds |= here
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [1, 3, 5, 7])
-def test_every_cell_can_run_twice(number, monkeypatch, tmp_path):
-    """Of the notebooks that train for seconds; the others train in cells of their own."""
-    once = NOTEBOOKS[number - 1]
-    assert execute(once, tmp_path, monkeypatch, times=2)["stdout"]
 
 
 def test_all_notebooks_are_looked_at():
@@ -283,9 +277,13 @@ def test_the_first_cell_asks_for_an_address_elsewhere(monkeypatch, tmp_path):
         first_cell({}, monkeypatch, tmp_path, installed=False)
 
 
+# The notebooks that train for seconds run each cell twice: "change the numbers as you read" invites
+# to that. The others train in cells of their own.
+
+
 @pytest.mark.slow
 def test_an_objective_by_hand(monkeypatch, tmp_path):
-    result = execute(NOTEBOOKS[0], tmp_path, monkeypatch)
+    result = execute(NOTEBOOKS[0], tmp_path, monkeypatch, times=2)
     assert "all hold" in result["stdout"]
     assert float(re.search(r"largest difference (\S+)", result["stdout"])[1]) < 1e-6
     final = dict(re.findall(r"'([^']+)': ([\d.]+)", result["stdout"].splitlines()[-1]))
@@ -310,7 +308,7 @@ def test_grpo_on_cpu(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_sampling_and_slots(monkeypatch, tmp_path):
-    result = execute(NOTEBOOKS[2], tmp_path, monkeypatch)
+    result = execute(NOTEBOOKS[2], tmp_path, monkeypatch, times=2)
     same, other = re.findall(r"scored at temperature [\d.]+: +(\S+) nats", result["stdout"])
     assert float(same) < 1e-4 < 0.1 < float(other)
     shares = [int(x) for x in re.findall(r"slots: +(\d+)% of", result["stdout"])]
@@ -331,7 +329,7 @@ def test_a_whole_run_as_one_program(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_lora_on_a_checkpoint(monkeypatch, tmp_path):
-    result = execute(NOTEBOOKS[4], tmp_path, monkeypatch)
+    result = execute(NOTEBOOKS[4], tmp_path, monkeypatch, times=2)
     assert "adapter_model.safetensors" in result["stdout"]
     assert float(re.search(r"difference of a logit: (\S+)", result["stdout"])[1]) < 1e-3
     assert float(re.search(r"difference from transformers: (\S+)", result["stdout"])[1]) < 1e-3
@@ -349,7 +347,7 @@ def test_a_multi_turn_tool_user(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_from_one_chip_to_a_pod(monkeypatch, tmp_path):
-    result = execute(NOTEBOOKS[6], tmp_path, monkeypatch)
+    result = execute(NOTEBOOKS[6], tmp_path, monkeypatch, times=2)
     assert "8 devices" in result["stdout"]
     assert len(re.findall(r"fsdp 4 x tensor 2 +0\.", result["stdout"])) == 1
 

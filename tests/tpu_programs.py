@@ -100,6 +100,7 @@ def gpu_engine(sizes: dict[str, Any], topology: str, mesh: dict[str, int], steps
     from jrl.models import gpu
     from jrl.models.config import ModelConfig
     from jrl.models.transformer import transformer
+    from jrl.plan.hlo import parse_program
     from jrl.plan.kernels import token_step
     from jrl.plan.topology import compile_devices, parse_topology
     from jrl.sampling.batch import ChunkInputs
@@ -130,7 +131,7 @@ def gpu_engine(sizes: dict[str, Any], topology: str, mesh: dict[str, int], steps
         chunk = ChunkInputs(shape(), shape(rows), shape(), idle, shape(rows), None, masks)
         at_once = gpu.block_of(steps)
         program = engine._decode.lower(weights, batch, chunk, at_once=at_once).compile()
-    return token_step(program.as_text())._asdict() | {"at_once": at_once}
+    return token_step(parse_program(program.as_text()))._asdict() | {"at_once": at_once}
 
 
 def gpu_kinds(topologies: list[str]) -> list[str]:

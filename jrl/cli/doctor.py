@@ -24,7 +24,9 @@ def examine() -> dict[str, str]:
     """
     facts = {"jrl": f"{version()} ({DISTRIBUTION}) in {Path(__file__).parents[1]}"}
     facts["python"] = f"{platform.python_version()}, {sys.executable}"
-    facts["packages"] = ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)
+    facts["packages"] = ", ".join(
+        f"{name} {version(name, '(not installed)')}" for name in _PACKAGES
+    )
     facts["devices"] = _devices()
     facts["host"] = f"{os.cpu_count()} cores, {_host_memory()}"
     facts["disk"] = f"{shutil.disk_usage(Path.cwd()).free / 1e9:.0f} GB free in {Path.cwd()}"
@@ -85,12 +87,3 @@ def _extras() -> Iterator[tuple[str, str]]:
             continue
         absent = missing(requirements)
         yield name, f"missing {', '.join(absent)}: {install_line(name)}" if absent else "installed"
-
-
-def _version(name: str) -> str:
-    import importlib.metadata
-
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"

@@ -196,7 +196,7 @@ def _unknown_key(key: str, value: Any, kind_name: str) -> str:
         hint = _near(table, last, inside)
     elif elsewhere:  # the right name in the wrong table is a common slip
         hint = f"did you mean {' or '.join(elsewhere[:3])}?"
-    elif nearest := difflib.get_close_matches(key, {*names, *tables}, n=1):
+    elif nearest := difflib.get_close_matches(key.lower(), {*names, *tables}, n=1):
         hint = f"did you mean {nearest[0]}?"
     else:
         hint = f"tables are {', '.join(sorted(tables))}"

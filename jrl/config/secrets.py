@@ -14,8 +14,8 @@ HIDDEN = "(hidden)"
 
 _ENVIRONMENT = "env:"
 _WORDS = {
-    *("key", "apikey", "token", "secret", "password", "passwd", "pwd", "passphrase", "pass"),
-    *("passcode", "pw", "webhook"),
+    *("key", "apikey", "token", "secret", "password", "passwd", "pwd", "passphrase"),
+    *("passcode", "pw", "webhook", "dsn", "otp", "totp", "mnemonic", "sas"),
     *("credential", "cred", "auth", "authorization", "authentication", "bearer", "cookie", "jwt"),
 }
 """Words of a name that make its value a secret."""
@@ -24,9 +24,16 @@ _ENDINGS = ("token", "secret", "password", "passwd", "passphrase", "credential",
 _KEYS = (
     *("access", "account", "api", "app", "auth", "client", "deploy", "encryption", "license"),
     *("master", "private", "secret", "server", "service", "session", "shared", "signing", "ssh"),
-    *("storage", "subscription", "user", "webhook"),
+    *("storage", "subscription", "user", "webhook", "anthropic", "hf", "openai", "wandb"),
 )
 """Words joined to "key" in names of secrets, unlike in "monkey"."""
+_LAST_WORDS = {"pass", "pat"}
+"""Words that are secrets at the end of a longer name, such as db_pass."""
+_OF_TOKENS = (
+    *("budget", "clip", "count", "credit", "entropy", "id", "kl", "length", "level", "limit"),
+    *("loss", "mask", "mean", "mode", "penalty", "reward", "sum", "type", "weight", "weighting"),
+)
+"""What follows "token" where it is one of a vocabulary."""
 _PLAIN_KEYS = (
     *("answer", "column", "field", "foreign", "group", "label", "metric", "primary", "prompt"),
     *("question", "response", "reward", "sort", "target"),
@@ -42,10 +49,10 @@ _PREFIXED = (
     *("gsk", "xai", "r8", "pplx", "nvapi", "tvly", "fw", "dop_v1", "npm", "pypi", "lsv2", "csk"),
     *("shpat", "shpss", "sntrys", "dckr_pat", "atlasv1", "whsec", "tgp_v1", "jina", "pcsk", "SG"),
     *("hv[bs]", "tskey", "figd", "sntryu", "ph[cx]", "wandb_v1", "ntn", "sbp", "sb_secret"),
-    *("glc", "lin_api", "CCIPAT", "AGE-SECRET-KEY"),
+    *("glc", "lin_api", "CCIPAT", "AGE-SECRET-KEY", "e2b", "esecret", "dp\\.pt"),
 )
 """Beginnings of the keys of well-known services, before "-", "_" or "."."""
-_HEADER = re.compile(r"(?:Bearer|Basic|Token)\s+\S{6,}")
+_HEADER = re.compile(r"(?:Bearer|Basic|Token)\s+\S{6,}|(?i:bearer|basic|token)\s+(?=\S*\d)\S{12,}")
 """A text that is nothing but the value of a header."""
 _FORMS = re.compile(
     r"(?i:authorization)[\"']?\s*:\s*[\"']?\w+\s+\S{6,}|"
@@ -53,7 +60,7 @@ _FORMS = re.compile(
     r"(?<![\w/.-])hf_(?=\w*[a-z])(?=\w*[A-Z])[a-zA-Z]{20,}(?![\w/])|"
     r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}|\bAIza[\w-]{30,}|\bya29\.[\w-]{10,}|"
     r"\b(?:dapi|AC|SK)[0-9a-f]{32}\b|\bkey-[0-9a-f]{32}\b|\bsecret_[a-zA-Z0-9]{32,}|\bATATT[\w-]{16,}|\bEAAC\w{20,}|"
-    r"hooks\.slack\.com/\w+/\S{16,}|/api/webhooks/\d+/\S{16,}|/bot\d+:[\w-]{16,}|"
+    r"\b\d{8,10}:AA[\w-]{30,}|hooks\.slack\.com/\w+/\S{16,}|/api/webhooks/\d+/\S{16,}|/bot\d+:[\w-]{16,}|"
     r"(?:^|\s)(?:-u|--user)[ =](?!\d+:\d+\s)[^\s:]+:\S+|"
     r"\beyJ[\w-]{8,}\.[\w-]{8,}|-----BEGIN [A-Z ]*PRIVATE|"
     r"\w+://(?:[^/\s:@]*:[^/\s@]+|[0-9a-zA-Z_-]{20,})@"
@@ -68,10 +75,16 @@ _ASSIGNED = re.compile(
 """A name with its value inside a text: of a query, a connection string, an option, a header."""
 _QUERY = re.compile(r"([?&#]([\w.-]+)=)[^\s&#'\"]+")
 """A name with its value in an address."""
-_SIGNED = {"sig", "signature"}
+_SIGNED = {"sig", "signature", "pass"}
 """Words of the names of values in a query that let whoever has the address in."""
 _LONG_CODE = 12
 """Characters of a "code" in a query that is one of these, and not one of a language."""
+_NAMED = re.compile(
+    r"(?i)([\w.-]*(?:api[_-]?key|secret|passw(?:or)?d|passphrase|authorization"
+    r"|(?:access|auth|bearer|github|hf|refresh)[_-]?token)[\"']?\s*[=:]\s*[\"']?|"
+    r"--(?:api-key|password|secret|token)[ =])(?!env:|\(hidden\))[^\s\"',;}&]{4,}"
+)
+"""A name that is a secret's whatever it belongs to, and its value in a message."""
 _FLAG = re.compile(r"(?:^|\s)--?([\w-]+)(?:\s+([^-\s]\S*))?")
 """An option of a command, and what follows it."""
 _NUMBER = re.compile(r"[\d.]*")
@@ -154,7 +167,8 @@ def without_secrets(text: str) -> str:
     text = _FORMS.sub(
         lambda m: m[0].partition("://")[0] + "://" + HIDDEN if "://" in m[0] else HIDDEN, text
     )
-    return _QUERY.sub(lambda m: m[1] + HIDDEN if _names_one(m[2]) else m[0], text)
+    text = _QUERY.sub(lambda m: m[1] + HIDDEN if _in_query(m[2]) else m[0], text)
+    return _NAMED.sub(lambda m: m[1] + HIDDEN, text)
 
 
 def reveal(options: Mapping[str, Any], table: str) -> dict[str, Any]:
@@ -208,7 +222,16 @@ def _names_one(name: object) -> bool:
     harmless = {"key": _PLAIN_KEYS, "token": _PLAIN_TOKENS}
     if len(words) == 2 and words[0] in harmless.get(words[1], ()):
         return False
+    if words[0:1] == ["token"] and set(words[1:2]) & set(_OF_TOKENS):
+        words = words[2:]
+    if len(words) > 1 and words[-1] in _LAST_WORDS:
+        return True
     return any(w in _WORDS or w in together or w.endswith(_ENDINGS) for w in words)
+
+
+def _in_query(name: str) -> bool:
+    """Whether a name in an address is that of a secret."""
+    return _names_one(name) or bool(_SIGNED & set(_words(name)))
 
 
 def _is_name(value: object) -> bool:
@@ -251,4 +274,5 @@ def _is_secret(value: object, inside: bool) -> bool:
 
 def _words(name: object) -> list[str]:
     """The words that a name is written of, in small letters and without a plural."""
-    return [w.lower().removesuffix("s") for w in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", str(name))]
+    words = [w.lower() for w in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", str(name))]
+    return [w if w.endswith("ss") or w == "sas" else w.removesuffix("s") for w in words]

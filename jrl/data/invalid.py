@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from jrl.errors import UserError
+from jrl.data.tables import Source
+from jrl.errors import UserError, unknown_choice
+
+T = TypeVar("T")
+OVERLONG = ("error", "drop", "truncate")
 
 _SHOWN = 4
 """Rows that a message names."""
@@ -18,55 +22,90 @@ class TooLong(UserError):
     """A row is above a limit; ``data.overlong`` says what happens to it."""
 
 
-class BadRows:
-    """Collects the errors of rows.
+class Overlong:
+    """Decides about rows above a limit, and counts them.
 
     Args:
-      skip: whether such rows are left out; else ``finish`` raises.
+      choice: of ``OVERLONG``.
+
+    Attributes:
+      dropped: rows left out.
+      truncated: rows of which a part is used.
+
+    Raises:
+      UserError: it is none of these.
     """
 
-    def __init__(self, skip: bool) -> None:
-        self._skip = skip
-        self._problems: list[tuple[str, str]] = []
-        self._last = 0
+    def __init__(self, choice: str) -> None:
+        if choice not in OVERLONG:
+            raise unknown_choice("data.overlong", choice, OVERLONG)
+        self._choice, self.dropped, self.truncated = choice, 0, 0
 
-    @contextlib.contextmanager
-    def row(self, index: int, where: str) -> Iterator[None]:
-        """Notes a UserError raised inside instead of letting it out; TooLong goes out at once."""
+    def truncates(self, error: TooLong, useful: bool = True) -> bool:
+        """Whether a row is to be truncated; it is to be left out otherwise.
+
+        Args:
+          error: about the row, raised where such rows are errors.
+          useful: whether what truncation leaves can be used.
+        """
+        if self._choice == "error":
+            raise error
+        truncates = self._choice == "truncate" and useful
+        self.truncated += truncates
+        self.dropped += not truncates
+        return truncates
+
+
+def read_rows(
+    source: Source, read: Callable[[int, Mapping[str, Any], str], T | None], *, invalid: str
+) -> tuple[list[T], str]:
+    """What a function makes of the rows of a source.
+
+    Args:
+      source: the rows.
+      read: (index, row, file and line) -> what it makes of the row, None to leave it out; a
+        UserError for a row that cannot be used.
+      invalid: for those rows: "error", or "skip", which counts them.
+
+    Returns:
+      (all that was made, the skipped rows for a log or "" for none).
+
+    Raises:
+      UserError: there were such rows and they are not to be skipped, or there were no others; or
+        TooLong from ``read``.
+    """
+    made: list[T] = []
+    problems: list[tuple[str, str]] = []
+    skip, last = invalid == "skip", len(source)
+    for index in range(len(source)):
+        if index > last and not skip:
+            break
+        where = source.where(index)
         try:
-            yield
+            item = read(index, source[index], where)
         except TooLong:
             raise
         except UserError as error:
-            if not self._problems:
-                self._last = index + _LOOKED
+            last = last if problems else index + _LOOKED
             message = str(error)  # one about the template or the tokenizer does not know the row
-            self._problems.append((where, message if where in message else f"{where}: {message}"))
+            problems.append((where, message if where in message else f"{where}: {message}"))
+        else:
+            made += [] if item is None else [item]
+    return made, _skipped(problems, len(source), skip)
 
-    def enough(self, index: int) -> bool:
-        """Whether no more rows need be read, because an error will be raised."""
-        return bool(self._problems) and not self._skip and index > self._last
 
-    def finish(self, rows: int) -> str:
-        """The skipped rows, for a log; "" if none.
-
-        Args:
-          rows: read, usable or not.
-
-        Raises:
-          UserError: there were such rows and they are not to be skipped, or there were no others.
-        """
-        if not self._problems:
-            return ""
-        (_, first), more = self._problems[0], [where for where, _ in self._problems[1:]]
-        places = ", ".join(more[:_SHOWN]) + (", ..." if len(more) > _SHOWN else "")
-        if self._skip and len(self._problems) < rows:
-            rest = f"; and {places}" if more else ""
-            return f"{len(self._problems)} of {rows} rows skipped: {first}{rest}"
-        if len(self._problems) == rows or not more:
-            hint = "" if rows == 1 or more else "; data.invalid = 'skip' leaves such rows out"
-            raise UserError(f"{first}{hint}")
-        raise UserError(
-            f"{first}; and {len(more)} more rows cannot be used ({places}); data.invalid ="
-            " 'skip' leaves them out"
-        )
+def _skipped(problems: Sequence[tuple[str, str]], rows: int, skip: bool) -> str:
+    if not problems:
+        return ""
+    (_, first), more = problems[0], [where for where, _ in problems[1:]]
+    places = ", ".join(more[:_SHOWN]) + (", ..." if len(more) > _SHOWN else "")
+    if skip and len(problems) < rows:
+        rest = f"; and {places}" if more else ""
+        return f"{len(problems)} of {rows} rows skipped: {first}{rest}"
+    if len(problems) == rows or not more:
+        hint = "" if rows == 1 or more else "; data.invalid = 'skip' leaves such rows out"
+        raise UserError(f"{first}{hint}")
+    raise UserError(
+        f"{first}; and {len(more)} more rows cannot be used ({places}); data.invalid ="
+        " 'skip' leaves them out"
+    )

@@ -6,20 +6,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jrl.data.invalid import BadRows, TooLong
+from jrl.data.invalid import Overlong, TooLong, read_rows
 from jrl.data.messages import Wording, answer_message, read_tools
 from jrl.data.records import in_tokens, read_record, read_tokens, row_kind
 from jrl.data.sources import Source
-from jrl.errors import UserError, unknown_choice
+from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
 from jrl.types import Batch
-
-OVERLONG = ("error", "drop", "truncate")
 
 
 class Judged(NamedTuple):
@@ -124,64 +123,72 @@ def build_judged(
         text, compares a text with itself, or is too long with overlong="error"; or no record
         is left. Names file, line and remedy.
     """
-    if overlong not in OVERLONG:
-        raise unknown_choice("data.overlong", overlong, OVERLONG)
-    wording = Wording.of(wording)
-    rows: list[Judged] = []
-    kind, dropped, truncated, longest_p, longest_t = "", 0, 0, 0, 0
-    form: tuple[int, ...] = ()
-    bad_rows = BadRows(skip=invalid == "skip")
-    for index in range(len(source)):
-        where = source.where(index)
-        if bad_rows.enough(index):
-            break
-        with bad_rows.row(index, where):
-            row = source[index]
-            found_kind = row_kind(row, where)
-            if kind not in ("", found_kind):
-                raise UserError(f"{where}: {found_kind} after {kind}; put them into separate files")
-            if rationales and (in_tokens(row) or found_kind != "pairs"):
-                raise UserError(f"{where}: a rationale belongs to chosen and rejected in text")
-            if in_tokens(row):
-                labelled = _from_ids(index, row, where, found_kind, wording.tokenizer)
-            else:
-                labelled = _encode(index, row, where, found_kind, wording, rationales)
-            if form not in ((), _form(labelled)):
-                raise UserError(
-                    f"{where}: visits, steps or attributes are in some rows only, or differ in"
-                    " number; give them in all rows, or use separate files"
-                )
-            kind, form = found_kind, _form(labelled)
-            p, t = len(labelled.prompt), max(map(len, labelled.completions))
-            longest_p, longest_t = max(longest_p, p), max(longest_t, t)
-            room = max_prompt_tokens
-            if in_tokens(row):  # its prompt may hold the beginning of a completion
-                room += max(max_completion_tokens - t, 0)
-            if p > room or t > max_completion_tokens:
-                if overlong == "error":
-                    more = " with what is left of sampling.max_new_tokens" * in_tokens(row)
-                    by_rationale = bool(labelled.context) and len(labelled.completions[-1]) == t
-                    name = "rationale behind both answers" if by_rationale else "completion"
-                    raise _too_long(where, p, t, room, max_completion_tokens, more, name)
-                labelled = _cut(labelled, room, max_completion_tokens)
-                if overlong == "drop" or _all_same(labelled):
-                    dropped += 1
-                    continue
-                truncated += 1
-            rows.append(labelled)
-    left_out = bad_rows.finish(len(source))
+    limits = max_prompt_tokens, max_completion_tokens
+    reader = _Reader(Wording.of(wording), rationales, *limits, Overlong(overlong))
+    rows, left_out = read_rows(source, reader.read, invalid=invalid)
+    prompt, completion = reader.longest
     if not rows:
         raise UserError(
-            f"no record of {len(source)} is left: the longest prompt has {longest_p} tokens and "
-            f"data.max_prompt_tokens is {max_prompt_tokens}, the longest completion {longest_t} "
+            f"no record of {len(source)} is left: the longest prompt has {prompt} tokens and "
+            f"data.max_prompt_tokens is {max_prompt_tokens}, the longest completion {completion} "
             f"and sampling.max_new_tokens is {max_completion_tokens}; raise them"
             if len(source)
             else "the data has no rows; give at least one with prompt, chosen and rejected"
         )
-    counts = JudgedCounts(
-        kind, len(source), len(rows), dropped, truncated, longest_p, longest_t, left_out
-    )
-    return rows, counts
+    long, sizes = reader.overlong, (len(source), len(rows))
+    counts = *sizes, long.dropped, long.truncated, prompt, completion, left_out
+    return rows, JudgedCounts(reader.kind, *counts)
+
+
+@dataclasses.dataclass
+class _Reader:
+    """Makes the group of a record; the first fields are the arguments of ``build_judged``.
+
+    Attributes:
+      longest: tokens of the longest prompt and completion so far, before any limit.
+      kind: of the records so far; "" before the first.
+      form: of the records so far, as ``_form``; None before the first.
+    """
+
+    wording: Wording
+    rationales: bool
+    most_prompt: int
+    most_completion: int
+    overlong: Overlong
+    longest: tuple[int, int] = (0, 0)
+    kind: str = ""
+    form: tuple[bool, bool, int] | None = None
+
+    def read(self, index: int, row: Mapping[str, Any], where: str) -> Judged | None:
+        """The group; None where it is dropped for its length."""
+        kind, ids = row_kind(row, where), in_tokens(row)
+        if self.kind not in ("", kind):
+            raise UserError(f"{where}: {kind} after {self.kind}; put them into separate files")
+        if self.rationales and (ids or kind != "pairs"):
+            raise UserError(f"{where}: a rationale belongs to chosen and rejected in text")
+        if ids:
+            labelled = _from_ids(index, row, where, kind, self.wording.tokenizer)
+        else:
+            labelled = _encode(index, row, where, kind, self.wording, self.rationales)
+        if self.form not in (None, _form(labelled)):
+            raise UserError(
+                f"{where}: visits, steps or attributes are in some rows only, or differ in"
+                " number; give them in all rows, or use separate files"
+            )
+        self.kind, self.form = kind, _form(labelled)
+        p, t = len(labelled.prompt), max(map(len, labelled.completions))
+        self.longest = max(self.longest[0], p), max(self.longest[1], t)
+        room = self.most_prompt
+        if ids:  # its prompt may hold the beginning of a completion
+            room += max(self.most_completion - t, 0)
+        if p <= room and t <= self.most_completion:
+            return labelled
+        more = " with what is left of sampling.max_new_tokens" * ids
+        by_rationale = bool(labelled.context) and len(labelled.completions[-1]) == t
+        name = "rationale behind both answers" if by_rationale else "completion"
+        error = _too_long(where, p, t, room, self.most_completion, more, name)
+        shorter = _cut(labelled, room, self.most_completion)
+        return shorter if self.overlong.truncates(error, not _all_same(shorter)) else None
 
 
 def judged_batch(

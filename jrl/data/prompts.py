@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -9,17 +10,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jrl.data.answers import AnswerFinder
+from jrl.data.answers import find_answer
 from jrl.data.fields import check_fields, layout, look_up
-from jrl.data.invalid import BadRows, TooLong
+from jrl.data.invalid import Overlong, TooLong, read_rows
 from jrl.data.messages import Wording, end_of_turn, read_tools
 from jrl.data.sources import Source
-from jrl.errors import UserError, unknown_choice
+from jrl.errors import UserError
 from jrl.models.chat_frames import refuse_controls
 from jrl.models.tokenizer import Tokenizer
 from jrl.types import Prompt
-
-OVERLONG = ("error", "drop", "truncate")
 
 
 class PromptCounts(NamedTuple):
@@ -95,62 +94,79 @@ def build_prompts(
       UserError: a row lacks question or answer (names file and line), the pattern takes too long
         over one, a prompt is empty, or too long with overlong="error", or no prompt is left.
     """
-    if overlong not in OVERLONG:
-        raise unknown_choice("data.overlong", overlong, OVERLONG)
     wording = Wording.of(wording)
     question_key, answer_key = layout(source, question_key, answer_key, needs_answer=needs_answer)
-    prompts: list[Prompt] = []
-    dropped = truncated = longest = 0
-    questions: set[str] = set()  # two are enough to tell whether they differ
-    bad_rows = BadRows(skip=invalid == "skip")
-    with AnswerFinder(answer_pattern) as answers:
-        for index in range(len(source)):
-            where = source.where(index)
-            if bad_rows.enough(index):
-                break
-            with bad_rows.row(index, where):
-                row = source[index]
-                check_fields(row, question_key, answer_key, where)
-                question = _question(row, question_key, where)
-                if len(questions) < 2:
-                    questions.add(str(question))
-                answer = None if answer_key is None else _answer(row, answer_key, answers, where)
-                messages = wording.conversation(question, question_key, where)
-                tools = read_tools(row.get("tools"), where) if wording.template == "chat" else None
-                text, ids = wording.of_row(row, where).prompt(messages, tools, where)
-                if not ids:
-                    raise UserError(f"{where}: the prompt is empty")
-                longest = max(longest, len(ids))
-                if len(ids) > max_prompt_tokens:
-                    if overlong == "error":
-                        raise _too_long(where, len(ids), max_prompt_tokens)
-                    if overlong == "drop":
-                        dropped += 1
-                        continue
-                    truncated += 1
-                    ids = ids[-max_prompt_tokens:]
-                    text = wording.tokenizer.decode(ids, skip_special=False)
-                usual = {"question", "answer"} & {question_key, answer_key}
-                meta = {k: v for k, v in row.items() if k not in usual}
-                solution = None
-                if solution_key is not None:
-                    solution = np.concatenate(
-                        [
-                            _solution(row, solution_key, where, wording, text)
-                            for text in _listed(row, solution_key, solutions, where)
-                        ]
-                    )
-                spoken = () if isinstance(question, str) else tuple(messages)
-                tokens = np.array(ids, np.int32)
-                question_text = question if isinstance(question, str) else ""
-                prompt = Prompt(index, text, tokens, answer, meta, solution, spoken, question_text)
-                prompts.append(prompt)
-    left_out = bad_rows.finish(len(source))
+    fields = question_key, answer_key, answer_pattern, solution_key, solutions
+    reader = _Reader(wording, *fields, max_prompt_tokens, Overlong(overlong))
+    prompts, left_out = read_rows(source, reader.read, invalid=invalid)
     if not prompts:
-        raise _none_left(len(source), longest, max_prompt_tokens)
-    if wording.template == "chat" and len(questions) > 1:
+        raise _none_left(len(source), reader.longest, max_prompt_tokens)
+    if wording.template == "chat" and len(reader.questions) > 1:
         _check_questions_show(prompts)
-    return prompts, PromptCounts(len(source), len(prompts), dropped, truncated, longest, left_out)
+    long, rows = reader.overlong, len(source)
+    counts = rows, len(prompts), long.dropped, long.truncated, reader.longest, left_out
+    return prompts, PromptCounts(*counts)
+
+
+@dataclasses.dataclass
+class _Reader:
+    """Makes the prompt of a row; the first fields are the arguments of ``build_prompts``.
+
+    Attributes:
+      longest: tokens of the longest prompt so far, before any limit.
+      questions: one or two of them, which are enough to tell whether they differ.
+    """
+
+    wording: Wording
+    question_key: str
+    answer_key: str | None
+    answer_pattern: str | None
+    solution_key: str | None
+    solutions: int | None
+    most: int
+    overlong: Overlong
+    longest: int = 0
+    questions: set[str] = dataclasses.field(default_factory=set)
+
+    def read(self, index: int, row: Mapping[str, Any], where: str) -> Prompt | None:
+        """The prompt; None where it is dropped for its length."""
+        check_fields(row, self.question_key, self.answer_key, where)
+        question = _question(row, self.question_key, where)
+        if len(self.questions) < 2:
+            self.questions.add(str(question))
+        answer = None
+        if self.answer_key is not None:
+            answer = _answer(row, self.answer_key, self.answer_pattern, where)
+        wording = self.wording
+        messages = wording.conversation(question, self.question_key, where)
+        tools = read_tools(row.get("tools"), where) if wording.template == "chat" else None
+        text, ids = wording.of_row(row, where).prompt(messages, tools, where)
+        if not ids:
+            raise UserError(f"{where}: the prompt is empty")
+        self.longest = max(self.longest, len(ids))
+        if len(ids) > self.most:
+            if not self.overlong.truncates(_too_long(where, len(ids), self.most)):
+                return None
+            ids = ids[-self.most :]
+            text = wording.tokenizer.decode(ids, skip_special=False)
+        usual = {"question", "answer"} & {self.question_key, self.answer_key}
+        return Prompt(
+            id=index,
+            text=text,
+            tokens=np.array(ids, np.int32),
+            answer=answer,
+            meta={k: v for k, v in row.items() if k not in usual},
+            solution=self._solution(row, where),
+            messages=() if isinstance(question, str) else tuple(messages),
+            question=question if isinstance(question, str) else "",
+        )
+
+    def _solution(self, row: Mapping[str, Any], where: str) -> np.ndarray | None:
+        """[s] int32: the tokens of the row's completions, one after the other; None for none."""
+        if (key := self.solution_key) is None:
+            return None
+        texts = _listed(row, key, self.solutions, where)
+        return np.concatenate([_solution(row, key, where, self.wording, text) for text in texts])
 
 
 def _too_long(where: str, tokens: int, limit: int) -> TooLong:
@@ -216,14 +232,12 @@ def _question(row: Mapping[str, Any], key: str, where: str) -> Any:
     return question
 
 
-def _answer(row: Mapping[str, Any], key: str, answers: AnswerFinder, where: str) -> Any:
+def _answer(row: Mapping[str, Any], key: str, pattern: str | None, where: str) -> Any:
     answer = look_up(row, key)
-    if answers.pattern is not None:
-        match = answers.find(str(answer), where)
+    if pattern is not None:
+        match = find_answer(pattern, str(answer), where)
         if match is None:
-            raise UserError(
-                f"{where}: {key} has no match of data.answer_pattern = {answers.pattern!r}"
-            )
+            raise UserError(f"{where}: {key} has no match of data.answer_pattern = {pattern!r}")
         answer = re.sub(r"(?<=\d),(?=\d{3})", "", match.strip())
     answer = _plain(answer)
     items = answer if isinstance(answer, list) else [answer]

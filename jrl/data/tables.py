@@ -155,20 +155,17 @@ def holds_lines(path: Path) -> bool:
         return False
 
 
-class Chain:
-    """The rows of several sources, one source after the other.
+class _Placed:
+    """Rows that lie in other sources: ``_find`` says in which, and where in it."""
 
-    Args:
-      sources: at least one.
-    """
+    _size: int
 
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self._sources = list(sources)
-        self._starts = [0, *itertools.accumulate(map(len, sources))]
+    def _find(self, index: int) -> tuple[Source, int]:
+        raise NotImplementedError
 
     def __len__(self) -> int:
-        """Rows."""
-        return self._starts[-1]
+        """Rows, repeated ones included."""
+        return self._size
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """The row."""
@@ -180,12 +177,25 @@ class Chain:
         source, inside = self._find(index)
         return source.where(inside)
 
+
+class Chain(_Placed):
+    """The rows of several sources, one source after the other.
+
+    Args:
+      sources: at least one.
+    """
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = list(sources)
+        self._starts = [0, *itertools.accumulate(map(len, sources))]
+        self._size = self._starts[-1]
+
     def _find(self, index: int) -> tuple[Source, int]:
         number = bisect.bisect_right(self._starts, index) - 1
         return self._sources[number], index - self._starts[number]
 
 
-class FirstRows:
+class FirstRows(_Placed):
     """The first rows of a source.
 
     Args:
@@ -194,19 +204,10 @@ class FirstRows:
     """
 
     def __init__(self, source: Source, most: int) -> None:
-        self._source, self._most = source, most
+        self._source, self._size = source, min(len(source), most)
 
-    def __len__(self) -> int:
-        """Rows."""
-        return min(len(self._source), self._most)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """The row."""
-        return self._source[index]
-
-    def where(self, index: int) -> str:
-        """The location of a row."""
-        return self._source.where(index)
+    def _find(self, index: int) -> tuple[Source, int]:
+        return self._source, index
 
 
 _RECORD_BYTES = 400
@@ -227,7 +228,7 @@ _ROW_BYTES = 5 * 8
 """Of a row of a mixture while the order is found."""
 
 
-class Mixture:
+class Mixture(_Placed):
     """Rows of several sources in given proportions.
 
     An epoch ends when the source largest relative to its weight is exhausted; the others repeat.
@@ -257,15 +258,7 @@ class Mixture:
         self._inside = np.concatenate(
             [np.arange(n) % size for n, size in zip(counts, sizes, strict=True)]
         )[order]
+        self._size = len(order)
 
-    def __len__(self) -> int:
-        """Rows, repeated ones included."""
-        return len(self._number)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """The row."""
-        return self._sources[self._number[index]][int(self._inside[index])]
-
-    def where(self, index: int) -> str:
-        """The location of a row in its own source."""
-        return self._sources[self._number[index]].where(int(self._inside[index]))
+    def _find(self, index: int) -> tuple[Source, int]:
+        return self._sources[self._number[index]], int(self._inside[index])

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jrl.episodes.episode import Episode
-from jrl.episodes.transcript import Transcript
+from jrl.episodes.transcript import Transcript, trained_once
 from jrl.sampling.places import PLACES
 from jrl.sampling.slots import Measure
 from jrl.sampling.tree import check_branching
@@ -92,34 +92,29 @@ class EpisodeBranches:
 
 
 def tree_of(members: Sequence[Episode]) -> tuple[list[Transcript], int]:
-    """The transcripts of a group of episodes that branched, and how many tokens are shared.
+    """The transcripts of a group of episodes that branched, as ``trained_once`` makes rows of them.
 
-    What several members went through counts as drawn in the first of them that is alive, so that
-    each token is trained once, and in the others it is the past. ``Segment.node`` numbers the
-    stretches that the same living members go through, from 1 on.
+    ``Segment.node`` numbers the stretches that the same living members go through, from 1 on.
 
     Returns:
       A transcript a member, and the tokens that stand in rows as the past of another member.
     """
+    rows = [episode.transcript() for episode in members]
+    alive = [episode for episode, row in zip(members, rows, strict=True) if row.alive]
+    origins = [[e.origin(i) for i in range(len(e.segments))] for e in alive]
+    through: dict[tuple[int, int], tuple[int, ...]] = {}
+    for episode, names in zip(alive, origins, strict=True):
+        for name in names:
+            through[name] = (*through.get(name, ()), episode.member)
+    # In the order of members, then of segments.
+    node = {stretch: i for i, stretch in enumerate(dict.fromkeys(through.values()), 1)}
+    for episode, names in zip(alive, origins, strict=True):
+        pairs = zip(episode.segments, names, strict=True)
+        segments = tuple(part._replace(node=node[through[name]]) for part, name in pairs)
+        rows[episode.member] = rows[episode.member]._replace(segments=segments)
     # A failed member trains nothing, so what it shares must count as drawn in one that is alive.
-    alive = [e for e in members if e.transcript().alive]
-    through: dict[tuple[int, int], list[int]] = {}
-    for episode in alive:
-        for i in range(len(episode.transcript().segments)):
-            through.setdefault(episode.origin(i), []).append(episode.member)
-    node: dict[tuple[int, ...], int] = {}
-    for members_through in through.values():  # in the order of members, then of segments
-        node.setdefault(tuple(members_through), len(node) + 1)
-    rows, shared = [], 0
-    for episode in members:
-        row = episode.transcript()
-        segments = []
-        for i, segment in enumerate(row.segments if row.alive else ()):
-            members_through = through[episode.origin(i)]
-            part = segment._replace(node=node[tuple(members_through)])
-            if members_through[0] != episode.member:
-                shared += len(part.tokens)
-                part = part._replace(drawn=False, logprobs=None, versions=None)
-            segments.append(part)
-        rows.append(row._replace(segments=tuple(segments)) if row.alive else row)
+    living = [rows[episode.member] for episode in alive]
+    trained, shared = trained_once(living, origins, [True] * len(alive))
+    for episode, row in zip(alive, trained, strict=True):
+        rows[episode.member] = row
     return rows, shared

@@ -6,21 +6,15 @@ They are written in llguidance's variant of Lark, see ``sampling.grammar``.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from jrl.episodes.parsers import Call, Parser, Schemas
 from jrl.episodes.schemas import allowed_kinds, resolved
 from jrl.errors import UserError
 
-
-class Literal(Protocol):
-    """Maker of the grammar expression for a text with control tokens."""
-
-    def __call__(self, text: str, *, last: bool = False) -> str:
-        """The expression; ``last`` where the completion may end with the text's last token."""
-
-
+Literal = Callable[..., str]
+"""(text with control tokens, last=whether the completion may end with it) -> its expression."""
 MOST_CALLS = 16
 """Calls of one turn, at most, so that a model that repeats itself ends."""
 
@@ -31,6 +25,9 @@ _OPTIONS = {
     "key_separator": ": ",
     "coerce_one_of": True,  # exclusive options are a promise that no grammar can keep
 }
+_ANY_TEXT = ("binary", "directory-path", "file-path", "password", "path")
+_VALUES = ("const", "default", "enum", "examples")
+"""Keywords of schemas that hold values, not schemas."""
 _MARK = {"\ue000": 0}
 
 
@@ -38,7 +35,20 @@ def json_expression(schema: Any) -> str:
     """The expression for JSON of a schema, without white space but one after ":" and ","."""
     if not isinstance(schema, Mapping):
         schema = {} if schema is True else {"enum": []}
-    return "%json " + json.dumps({**schema, "x-guidance": _OPTIONS})
+    return "%json " + json.dumps({**_without_notes(schema), "x-guidance": _OPTIONS})
+
+
+def _without_notes(schema: Any) -> Any:
+    """A schema without formats that any text has, as pydantic writes them for paths and secrets."""
+    if isinstance(schema, list):
+        return [_without_notes(part) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: part if key in _VALUES else _without_notes(part)
+        for key, part in schema.items()
+        if not (key == "format" and isinstance(part, str) and part in _ANY_TEXT)
+    }
 
 
 def call_rules(parser: Parser, schemas: Schemas, literal: Literal, most: int = MOST_CALLS) -> str:

@@ -43,12 +43,10 @@ class Calls:
 
     Attributes:
       inbox: answers, in the order in which they come.
-      abandoned: event loops given up because a call blocked them.
     """
 
     def __init__(self) -> None:
         self.inbox: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        self.abandoned = 0
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._start()
 
@@ -124,7 +122,6 @@ class Calls:
         self._loop.call_soon_threadsafe(beat.set)
         if beat.wait(seconds):
             return False
-        self.abandoned += 1
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._tasks = {}
         self._start()

@@ -37,7 +37,9 @@ _FUNCTIONS: dict[str, tuple[str, ...]] = {
     "lifecycle.shutdown": (),
     "extras.write": ("failed", "count", "seed"),
 }
-"""Arguments by position; ``fork`` and ``extras.write`` may be None."""
+"""Arguments by position."""
+_OPTIONAL = ("fork", "extras.write")
+"""Functions that may be None."""
 
 
 def check_env(env: Any, key: str = "env") -> HostEnv:
@@ -65,8 +67,8 @@ def check_env(env: Any, key: str = "env") -> HostEnv:
         value = env
         for part in name.split("."):
             value = getattr(value, part)
-        if value is not None or name not in ("fork", "extras.write"):
-            check_function(value, arguments, f"{key}.{name}", name in ("fork", "extras.write"))
+        if value is not None or name not in _OPTIONAL:
+            check_function(value, arguments, f"{key}.{name}", name in _OPTIONAL)
     for name, number, least in (
         ("players", env.players, 1),
         ("extras.asks", env.extras.asks, 1),

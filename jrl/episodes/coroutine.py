@@ -190,13 +190,10 @@ def coroutine_env(
         )
         return run, feedback
 
-    async def close(run: _Run) -> None:
-        await run.close()
-
     return HostEnv(
         init=init,
         step=step,
-        close=close,
+        close=_Run.close,
         fork=None,  # a coroutine cannot be copied
         parts=parts,
         players=len(names),

@@ -1,11 +1,11 @@
-"""Environments: episodes of many turns, played against the policy inside one program."""
+"""Environments on the device by name."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
-from jrl.episodes.device import Env, Start, Turn, task_env
+from jrl.episodes.device import Env
 from jrl.errors import UserError, unknown_choice
 from jrl.user_code import FORMS, check_options, load, made_by
 
@@ -52,6 +52,3 @@ def get_env(name: str, **options: Any) -> Env:
     if not isinstance(env, Env):
         raise UserError(f"data.env = {name!r} returned {env!r:.40}; return a jrl.episodes.Env")
     return env.check()
-
-
-__all__ = ["ENVS", "Env", "Start", "Turn", "get_env", "task_env"]

@@ -1,7 +1,7 @@
 """Conversations in messages, as transcripts that train the assistant's turns.
 
-    found = read_dialogues(open_source("talks.jsonl"), Wording(tokenizer))
-    print(found.counts)
+    dialogues = read_dialogues(open_source("talks.jsonl"), Wording(tokenizer))
+    print(dialogues.counts)
 
 A row is {"messages": [...], "reward": 0.7}, or with "rewards", one number for each message of the
 assistant. Each such message becomes what a policy would have drawn behind the messages before it:
@@ -17,11 +17,11 @@ hold tokens such as "<think>" that models write, but none that the tokenizer mar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jrl.data.invalid import BadRows
+from jrl.data.invalid import read_rows
 from jrl.data.messages import Wording, after_prompt, end_of_turn, until_stop
 from jrl.data.tables import Source
 from jrl.episodes.chat import PlainFormat
@@ -107,20 +107,15 @@ def read_dialogues(
     """
     tokenizer, system, template, variables = Wording.of(wording)
     writer = _writer(tokenizer, template, variables)
-    sessions: list[list[RecordedCompletion]] = []
-    bad = BadRows(skip=invalid == "skip")
-    for index in range(len(source)):
-        where = source.where(index)
-        if bad.enough(index):
-            break
-        with bad.row(index, where):
-            row = source[index]
-            messages = dialogue_messages(row, where)
-            if system is not None and messages[0]["role"] != "system":
-                messages = [{"role": "system", "content": system}, *messages]
-            points = dialogue_points(row, messages, where)
-            sessions.append(_turns(messages, points, writer, index, where))
-    left_out = bad.finish(len(source))
+
+    def read(index: int, row: Mapping[str, Any], where: str) -> list[RecordedCompletion]:
+        messages = dialogue_messages(row, where)
+        if system is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system}, *messages]
+        points = dialogue_points(row, messages, where)
+        return _turns(messages, points, writer, index, where)
+
+    sessions, left_out = read_rows(source, read, invalid=invalid)
     groups, episodes = joined_groups(sessions)
     turns = [node for nodes in sessions for node in nodes]
     counts = DialogueCounts(
@@ -228,24 +223,13 @@ def _number(value: Any, name: str) -> float:
 # ---------------------------------------------------------------- from messages to ids
 
 
-class _Writer(Protocol):
-    """Writes messages in ids."""
-
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The policy's input before an answer."""
-        ...
-
-    def turn(self, before: Sequence[Message], message: Message) -> list[int]:
-        """The ids of a message, with the token that ends the turn."""
-        ...
-
-
 class _Plain(NamedTuple):
     """Contents one after another."""
 
     tokenizer: Tokenizer
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The policy's input before an answer."""
         ids: list[int] = []
         for message in messages:
             if message["role"] == ASSISTANT:
@@ -255,6 +239,7 @@ class _Plain(NamedTuple):
         return ids
 
     def turn(self, before: Sequence[Message], message: Message) -> list[int]:
+        """The ids of a message, with the token that ends the turn."""
         return [*self.tokenizer.encode_plain(message["content"]), self.tokenizer.eos_id]
 
 
@@ -273,6 +258,10 @@ class _Chat(NamedTuple):
         rendered = after_prompt(self.frames.render([*before, message], prompt=False), text, content)
         end = end_of_turn(tokenizer, "chat")
         return until_stop(tokenizer.encode(rendered), tokenizer, end)
+
+
+_Writer = _Plain | _Chat
+"""Writes messages in ids."""
 
 
 def _writer(tokenizer: Tokenizer, template: str, variables: Mapping[str, Any]) -> _Writer:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jrl.episodes.host import EnvError, Feedback
-from jrl.episodes.transcript import Segment, Transcript
+from jrl.episodes.transcript import Segment, Transcript, turns_of
 from jrl.models.chat_frames import Message
 from jrl.sampling.admission import RowStart
 from jrl.sampling.rows import SuspendedRow
@@ -362,9 +361,7 @@ class Episode:
             else:
                 token_labels[name] = np.array(value, np.int32)
         self.segments[-1] = self.segments[-1]._replace(reward=feedback.reward, labels=token_labels)
-        # What was sampled last in a context that another one follows is a summary, and no turn.
-        pairs = enumerate(itertools.pairwise(self.segments))
-        turns = [i for i, (a, b) in pairs if a.drawn and a.context == b.context]
+        turns = turns_of(self.segments)[:-1]
         if len(feedback.earlier) > len(turns):
             excess = f"points for {len(feedback.earlier)} earlier turns"
             raise EnvError(f"{excess}; {len(turns)} were taken before this one")

@@ -15,7 +15,7 @@ from jrl.episodes.calls import Answer
 from jrl.episodes.episode import ABSENT, EnvCall, Episode
 from jrl.episodes.follow import Continue
 from jrl.episodes.play import Device, Scheduler, uncopied
-from jrl.episodes.transcript import Transcript
+from jrl.episodes.transcript import Transcript, common_prefix
 from jrl.episodes.world import World
 from jrl.types import Prompt, StopReason
 
@@ -163,7 +163,7 @@ class GroupStrategy:
         if not new:
             return
         if index not in self._starts:
-            self._starts[index] = new[0].opening[: shared_start([e.opening for e in new])]
+            self._starts[index] = common_prefix([e.opening for e in new])
         for each in new:
             self._queue(scheduler, each, self._starts[index])
 
@@ -226,10 +226,3 @@ class GroupStrategy:
         for number in episode.branch.spare:
             scheduler.open(self.members(episode.problem.group)[number])
         episode.branch.spare = ()
-
-
-def shared_start(openings: Sequence[np.ndarray]) -> int:
-    """The number of leading tokens that all openings share."""
-    length = min(map(len, openings))
-    same = [len({int(opening[i]) for opening in openings}) == 1 for i in range(length)]
-    return same.index(False) if False in same else length

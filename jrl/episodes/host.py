@@ -118,8 +118,8 @@ class Feedback(NamedTuple):
       cut: whether it is done only because a limit of tokens ended the policy's turn; it then counts
         as truncated.
       next: the player that takes the next turn; None for the one after this turn's.
-      labels: whole numbers by name, of ``HostEnv.labels`` for the episode (the last one counts),
-        and of ``HostEnv.token_labels`` one for each character of the turn's text.
+      labels: whole numbers by name, of ``EnvExtras.labels`` for the episode (the last one counts),
+        and of ``EnvExtras.token_labels`` one for each character of the turn's text.
     """
 
     messages: Sequence[Message] = ()
@@ -144,11 +144,6 @@ async def nothing_shared() -> None:
 
 def nothing_begins(step: int, split: str) -> None:
     """Begins a step of training, where that changes nothing."""
-
-
-def copied(state: Any) -> Any:
-    """A state that shares nothing with another one that changes."""
-    return copy.deepcopy(state)
 
 
 Writer = Callable[[Sequence[str], int, int], Any]
@@ -247,7 +242,7 @@ class HostEnv(NamedTuple):
     init: Callable[[Prompt, int], Any]
     step: Callable[[Any, Reply], Any]
     close: Callable[[Any], Any] = nothing
-    fork: Callable[[Any], Any] | None = copied
+    fork: Callable[[Any], Any] | None = copy.deepcopy
     parts: tuple[str, ...] = ("reward",)
     players: int = 1
     limits: Limits = Limits()

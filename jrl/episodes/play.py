@@ -125,11 +125,6 @@ class Scheduler:
         return self._device.rows
 
     @property
-    def unanswered(self) -> int:
-        """Calls under way."""
-        return len(self._calls)
-
-    @property
     def opening(self) -> int:
         """Episodes that are being opened."""
         return sum(call.kind is EnvCallKind.OPEN for call in self._calls.values())

@@ -20,10 +20,13 @@ from typing import Any
 
 from jrl.episodes.gate import Gate
 from jrl.episodes.host import ChatOptions, EnvError, HostEnv, Lifecycle, Limits, Reply
+from jrl.episodes.sandbox import finish
 from jrl.errors import UserError
 from jrl.types import NOTHING, Prompt
 
 _WORKER = Path(__file__).with_name("worker.py")
+_ANY = 1 << 30
+"""Processes at a time where there is no limit."""
 
 
 class _Process:
@@ -70,13 +73,7 @@ class _Process:
     async def end(self) -> None:
         """Kills the process and waits for its end."""
         self.kill()
-        stdout = self._process.stdout
-        assert stdout is not None
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
-                while await stdout.read(1 << 16):
-                    pass  # asyncio learns of the end once the pipe is read to its own
-                await self._process.wait()
+        await finish(self._process)
 
 
 def process_env(
@@ -87,7 +84,6 @@ def process_env(
     roles: tuple[str, ...] = ("user",),
     parts: tuple[str, ...] = ("reward",),
     limits: Limits = Limits(),  # noqa: B008 - a value that nobody can change
-    memory_bytes: int = 0,
     at_once: int = 0,
 ) -> HostEnv:
     """The environment that a function returns, played in processes.
@@ -102,7 +98,6 @@ def process_env(
       roles: of the messages that it answers with.
       parts: names of its reward parts.
       limits: of an episode.
-      memory_bytes: of addresses, for each process; 0 for any.
       at_once: processes, and so open episodes, at a time; others wait for one, which costs them no
         time of their own. 0 for as many as there are episodes: those in the decode slots, and the
         groups that are opened ahead, about twice the slots.
@@ -127,7 +122,7 @@ def process_env(
     arguments = dict(options)
     if isinstance(arguments.get("limits"), Limits):
         arguments["limits"] = arguments["limits"]._asdict()
-    settings = {"env": env, "options": arguments, "memory_bytes": memory_bytes}
+    settings = {"env": env, "options": arguments}
     # Bytes of the largest answer that can be taken: any character may be six of them in JSON.
     most = 1024 + 8 * limits.answer_chars
     pool = _Pool([python, str(_WORKER), json.dumps(settings)], most, at_once)
@@ -149,7 +144,7 @@ class _Pool:
     def __init__(self, command: list[str], most: int, at_once: int) -> None:
         self._command, self._most = command, most
         # Calls wait in the order of their groups, so that a group's members all get in.
-        self._gate = Gate(at_once, "a process of the environment") if at_once else None
+        self._gate = Gate(at_once or _ANY, "a process of the environment")
         self._idle: list[_Process] = []
         self._alive: set[_Process] = set()
 
@@ -174,8 +169,7 @@ class _Pool:
 
     async def init(self, prompt: Prompt, seed: int) -> tuple[_Process, Any]:
         """See ``HostEnv``; the state is the process."""
-        if self._gate is not None:
-            await self._gate.enter()
+        await self._gate.enter()
         problem = {n: getattr(prompt, n) for n in ("id", "text", "answer")}
         problem["meta"] = {**prompt.meta}
         process = None
@@ -187,7 +181,7 @@ class _Pool:
                 if process is not None:
                     await self._drop(process)
             finally:
-                self._leave()
+                self._gate.leave()
             raise
 
     async def step(self, process: _Process, reply: Reply) -> tuple[_Process, Any]:
@@ -207,11 +201,7 @@ class _Pool:
                 else:
                     await self._drop(process)
             finally:
-                self._leave()
-
-    def _leave(self) -> None:
-        if self._gate is not None:
-            self._gate.leave()
+                self._gate.leave()
 
     async def shutdown(self) -> None:
         """Ends every process."""

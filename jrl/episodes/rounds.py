@@ -1,22 +1,18 @@
 """The rounds of a search: nodes expanded together until the budget is spent.
 
-    tree = Tree()
-    cost = grow(tree, descend(puct(1.0)), expand, mean_backup, rounds=64)
-    best = tree.path(max(tree.leaves(), key=lambda i: tree.nodes[i].value))
+    rounds = search_rounds([tree], search_plan("puct", 4))
+    chosen = next(rounds)
+    chosen = rounds.send(steps)  # sampled behind the chosen nodes, and judged
 
-``expand`` samples steps that continue paths, by whatever engine, and judges them. The scheduler of
-episodes drives the same rounds as a generator, since its steps arrive one after another.
+A generator, since the steps of episodes arrive one after another: ``search`` drives it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Generator, Sequence
+from typing import NamedTuple
 
-from jrl.episodes.tree import Backup, SearchPlan, Select, Step, Tree, best_first, mean_value
-
-Expand = Callable[[list[list[Any]]], Sequence[Sequence[Step]]]
-"""(contents of the steps of each path) -> the steps sampled to continue each."""
+from jrl.episodes.tree import Backup, SearchPlan, Step, Tree, best_first
 
 
 class SearchCost(NamedTuple):
@@ -124,28 +120,3 @@ def _missing(tree: Tree, plan: SearchPlan) -> list[tuple[int, int]]:
     nodes = best_first(len(tree.nodes))(tree) or [0]
     times = [len(range(i, missing, len(nodes))) for i in range(len(nodes))]
     return [(node, count) for node, count in zip(nodes, times, strict=True) if count]
-
-
-def grow(
-    tree: Tree, select: Select, expand: Expand, backup: Backup, *, rounds: int, tokens: int = 0
-) -> SearchCost:
-    """Selects, expands and backs up, until nothing is selected or the budget is spent.
-
-    Args:
-      tree: grown in place.
-      select: nodes to expand in one round; they are expanded together.
-      expand: draws steps.
-      backup: gets every step whose points are known.
-      rounds: at most.
-      tokens: drawn, after which no round begins; 0 for any number.
-    """
-    plan = SearchPlan(select, backup, mean_value, 0, rounds, tokens=tokens)
-    search = search_rounds([tree], plan)
-    try:
-        chosen = next(search)
-        while True:
-            paths = [[tree.step(j).content for j in tree.path(node)] for _, node, _ in chosen]
-            chosen = search.send(expand(paths))
-    except StopIteration as end:
-        costs: list[SearchCost] = end.value
-    return costs[0]

@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jrl.episodes.gate import Gate
-from jrl.episodes.sandbox_watch import remove_tree, watch
+from jrl.episodes.sandbox_watch import remove_tree, running, watch
 from jrl.errors import UserError
+from jrl.rewards.kill import children
 
 if TYPE_CHECKING:
     from jrl.episodes.tools import Tool
@@ -111,7 +112,6 @@ class Sandbox:
     Attributes:
       isolated: whether the code has no network and its own processes and temporary directories.
       offline: whether it has no network.
-      traceless: whether nothing that it writes stays, and it starts nothing that outlives it.
 
     Raises:
       UserError: no Python here can be run with fewer rights than the caller's; or code would have
@@ -130,7 +130,6 @@ class Sandbox:
         self._way = _way_in()
         self.isolated = bool(self._way.prefix)
         self.offline = self.isolated or self._way.filtered
-        self.traceless = self.isolated or (self._way.filtered and self._way.fenced)
         self._uids = itertools.cycle(range(_FIRST_UID, _FIRST_UID + _UIDS))
         if not (self.offline or network):
             raise UserError(
@@ -208,10 +207,10 @@ class Sandbox:
         finally:
             if status:
                 _kill(process.pid)
-            await _finish(process)
+            await finish(process)
             if not self.isolated:
                 _kill_left(process.pid, spec["uid"])
-            await _finish(process)  # what was killed only now had held the pipe
+            await finish(process)  # what was killed only now had held the pipe
         if not status:
             status = "ok" if process.returncode == 0 else "error"
             if process.returncode and process.returncode < 0:
@@ -250,7 +249,7 @@ async def _first(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _finish(process: asyncio.subprocess.Process) -> None:
+async def finish(process: asyncio.subprocess.Process) -> None:
     """Waits for the end of a process that has ended its output, or was killed.
 
     asyncio learns of it only once the pipe has been read to its end.
@@ -283,9 +282,8 @@ def _command(way: _Way, spec: dict[str, Any]) -> list[str]:
 def _kill(pid: int) -> None:
     """Kills a run: its group, and what ``unshare`` started, with which all its children end."""
     with contextlib.suppress(OSError):
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        for child in children:
-            os.kill(int(child), signal.SIGKILL)
+        for child in children(pid):
+            os.kill(child, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -299,23 +297,13 @@ def _kill_left(pid: int, uid: int | None) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     for _ in range(100 if uid is not None else 0):
-        running = [each for each in _processes_of(uid) if each != os.getpid()]
-        for each in running:
+        left = running(lambda entry, _: entry.stat().st_uid == uid)
+        left = [each for each in left if each != os.getpid()]
+        for each in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(each, signal.SIGKILL)
-        if not running:
+        if not left:
             return
-
-
-def _processes_of(uid: int | None) -> list[int]:
-    """Processes that a user runs, without those that have ended and wait to be noticed."""
-    pids = []
-    for entry in os.scandir("/proc"):
-        with contextlib.suppress(OSError, IndexError):
-            if entry.name.isdigit() and entry.stat().st_uid == uid:
-                state = Path(entry.path, "stat").read_text().rpartition(")")[2].split()[0]
-                pids += [int(entry.name)] if state not in "ZX" else []
-    return pids
 
 
 def _remove(directory: str, uid: int | None) -> None:
@@ -377,7 +365,7 @@ def _runs(way: _Way) -> bool:
     return False
 
 
-def python_tool(sandbox: Sandbox, *, name: str = "python") -> Tool:
+def python_tool(sandbox: Sandbox) -> Tool:
     """Python as a tool with one argument, "code"; each call starts a fresh interpreter."""
     from jrl.episodes.tools import (  # brings JAX along, which reward workers do without
         Tool,
@@ -398,7 +386,7 @@ def python_tool(sandbox: Sandbox, *, name: str = "python") -> Tool:
         return "\n".join(text for text in parts if text) or "[no output]"
 
     return Tool(
-        name=name,
+        name="python",
         description="Runs Python and returns what it prints, and the value of the last line.",
         parameters=one_text("code"),
         call=call,

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +37,8 @@ async def watch(pid: int, limits: SandboxLimits, directory: str | None) -> str:
     for look in itertools.count(1):
         await asyncio.sleep(_LOOK_SECONDS)
         if directory is not None and look % _LOOKS == 0:
-            orphans = _group(pid)
+            # No process of a run can leave its group where it is not set apart.
+            orphans = running(lambda _, group: group == pid)
             if _is_beyond(directory, limits.file_bytes):
                 return "files"
         # Where it is set apart, orphans are children of the first process inside.
@@ -46,14 +48,20 @@ async def watch(pid: int, limits: SandboxLimits, directory: str | None) -> str:
     raise AssertionError("count never ends")
 
 
-def _group(pid: int) -> list[int]:
-    """The processes of a group, which no process of a run can leave where it is not set apart."""
+def running(fits: Callable[[os.DirEntry[str], int], bool]) -> list[int]:
+    """Processes that have not ended.
+
+    Args:
+      fits: (entry in /proc, number of the process group) -> whether a process is wanted.
+    """
     pids = []
     for entry in os.scandir("/proc"):
         with contextlib.suppress(OSError, IndexError, ValueError):
             if entry.name.isdigit():
                 fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
-                pids += [int(entry.name)] if int(fields[2]) == pid else []
+                # Z and X have ended, and wait to be noticed.
+                wanted = fields[0] not in "ZX" and fits(entry, int(fields[2]))
+                pids += [int(entry.name)] if wanted else []
     return pids
 
 

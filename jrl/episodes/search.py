@@ -22,7 +22,7 @@ from jrl.episodes.episode import ABSENT, EnvCall, Episode
 from jrl.episodes.follow import Continue
 from jrl.episodes.play import Device, Scheduler, uncopied
 from jrl.episodes.rounds import Expansion, Rounds, SearchCost, search_rounds
-from jrl.episodes.transcript import Segment, Transcript
+from jrl.episodes.transcript import Segment, Transcript, trained_once, turns_of
 from jrl.episodes.tree import Node, SearchPlan, Select, Step, Tree, step_score
 from jrl.episodes.world import World
 from jrl.sampling.row_costs import WaitCosts, WaitingPlace
@@ -84,16 +84,6 @@ def path_of(episode: Episode) -> Path:
         total / max(sum(len(s.tokens) for s in sampled), 1),
         episode.ending is not None,
     )
-
-
-def turns_of(segments: Sequence[Segment]) -> list[int]:
-    """Indices of the turns; what was sampled last in a full context is a summary, and none."""
-    following = [s.context for s in segments[1:]] + [segments[-1].context] if segments else []
-    return [
-        i
-        for i, (segment, context) in enumerate(zip(segments, following, strict=True))
-        if segment.drawn and segment.context == context
-    ]
 
 
 def _logprob(segment: Segment) -> float:
@@ -387,31 +377,22 @@ def _unless_won(select: Select) -> Select:
 def leaf_rows(
     tree: Tree, leaves: Sequence[int], live: Sequence[bool], value: Callable[[Node], float]
 ) -> tuple[list[Transcript], int]:
-    """The rows of a group, and how many tokens stand in them as another member's past.
-
-    A step is sampled in the first row that goes through it, of those that live, and is the past of
-    the others; so it is trained once.
+    """The rows of a group, as ``trained_once`` makes them, and the tokens that they share.
 
     Args:
       tree: grown.
       leaves: the members.
-      live: whether each member counts; one that does not would keep its steps from being trained.
+      live: whether each member counts.
       value: of a node, points, as the backup of all leaves left it.
     """
-    rows, owned, shared = [], set[int](), 0
-    for member, (leaf, lives) in enumerate(zip(leaves, live, strict=True)):
+    rows, nodes = [], []
+    for member, leaf in enumerate(leaves):
         path = tree.path(leaf)
         # A node's episode has the segments up to its end, so their numbers say whose each is.
         ends = [len(episode_at(tree, node).segments) for node in path]
         row = episode_at(tree, leaf).transcript()._replace(member=member, episode=member)
-        segments = []
-        for i, segment in enumerate(row.segments):
-            node = path[bisect.bisect_right(ends, i)]
-            part = segment._replace(node=node, value=value(tree.nodes[node]))
-            if node in owned:
-                shared += len(part.tokens) * lives
-                part = part._replace(drawn=False, logprobs=None, versions=None)
-            segments.append(part)
-        owned |= set(path if lives else ())
+        nodes.append([path[bisect.bisect_right(ends, i)] for i in range(len(row.segments))])
+        pairs = zip(row.segments, nodes[-1], strict=True)
+        segments = (s._replace(node=n, value=value(tree.nodes[n])) for s, n in pairs)
         rows.append(row._replace(segments=tuple(segments)))
-    return rows, shared
+    return trained_once(rows, nodes, live)

@@ -107,7 +107,7 @@ def tool_env(
     schemas = {name: tool.parameters for name, tool in by_name.items()}
     limits.check()
 
-    def init(prompt: Prompt, seed: int) -> tuple[_Session, list[dict[str, str]]]:
+    async def init(prompt: Prompt, seed: int) -> tuple[_Session, list[dict[str, str]]]:
         messages = [] if system is None else [{"role": "system", "content": system}]
         return _Session(prompt), [*messages, {"role": "user", "content": prompt.text}]
 
@@ -127,7 +127,7 @@ def tool_env(
         return state._replace(calls=state.calls + len(calls)), Feedback(messages, metrics=metrics)
 
     return HostEnv(
-        init=_async(init),
+        init=init,
         step=step,
         limits=limits,
         chat=ChatOptions(
@@ -148,13 +148,6 @@ async def _judged(
     return Feedback(
         reward=score, done=True, success=bool(won), metrics=metrics, cut=reply.cut and not won
     )
-
-
-def _async(function: Callable[..., Any]) -> Callable[..., Any]:
-    async def call(*arguments: Any) -> Any:
-        return function(*arguments)
-
-    return call
 
 
 async def _answer(

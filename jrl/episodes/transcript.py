@@ -8,7 +8,7 @@ output, user turns, hints, another player's words, a branch's shared past) is co
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,6 +57,10 @@ class Segment(NamedTuple):
     labels: Mapping[str, np.ndarray] = NOTHING
     messages: tuple[Mapping[str, Any], ...] = ()
 
+    def as_past(self) -> Segment:
+        """The segment in a row of which the policy did not draw it."""
+        return self._replace(drawn=False, logprobs=None, versions=None)
+
 
 class Transcript(NamedTuple):
     """One row: an episode, or a part of one whose history was folded or branched.
@@ -94,6 +98,16 @@ class Transcript(NamedTuple):
     def points(self) -> float:
         """Points of all parts, unweighted."""
         return float(sum(sum(s.reward) for s in self.segments))
+
+
+def turns_of(segments: Sequence[Segment]) -> list[int]:
+    """Indices of the turns; what was sampled last in a full context is a summary, and none."""
+    following = [s.context for s in segments[1:]] + [segments[-1].context] if segments else []
+    return [
+        i
+        for i, (segment, context) in enumerate(zip(segments, following, strict=True))
+        if segment.drawn and segment.context == context
+    ]
 
 
 def conversation(transcript: Transcript, tokenizer: Tokenizer) -> list[Message]:
@@ -275,24 +289,47 @@ def rows_of_players(groups: Sequence[Sequence[Transcript]], players: int) -> lis
       players: R.
     """
 
-    def row(whole: Transcript, player: int) -> Transcript:
+    def row(episode: Transcript, player: int) -> Transcript:
         segments = tuple(
-            s if s.player == player or not s.drawn else s._replace(**_NOT_DRAWN)
-            for s in whole.segments
+            s
+            if s.player == player or not s.drawn
+            else s.as_past()._replace(reward=(), labels=NOTHING)
+            for s in episode.segments
         )
         # A row without a drawn token has no gradient, yet its points would move the group's
         # baseline.
         acted = any(s.drawn for s in segments)
-        stop = whole.stop if acted or not whole.alive else StopReason.FAILED
-        reason = whole.reason if acted or whole.reason else f"player {player} never moved"
-        return whole._replace(segments=segments, role=player, stop=stop, reason=reason)
+        stop = episode.stop if acted or not episode.alive else StopReason.FAILED
+        reason = episode.reason if acted or episode.reason else f"player {player} never moved"
+        return episode._replace(segments=segments, role=player, stop=stop, reason=reason)
 
-    return [[row(whole, r) for whole in group] for group in groups for r in range(players)]
+    return [[row(episode, r) for episode in group] for group in groups for r in range(players)]
 
 
-_NOT_DRAWN: Mapping[str, Any] = {
-    **{"drawn": False, "logprobs": None, "versions": None, "reward": (), "labels": NOTHING}
-}
+def trained_once(
+    rows: Sequence[Transcript], names: Sequence[Sequence[Hashable]], live: Sequence[bool]
+) -> tuple[list[Transcript], int]:
+    """Rows that share segments, each of which is drawn in the first living row that has it.
+
+    In the others it is the past, so that each token is trained once.
+
+    Args:
+      rows: of a group.
+      names: of the segments of each row; those of one name are the same.
+      live: whether a row counts; one that does not would keep what it shares from being trained.
+
+    Returns:
+      The rows, and the tokens that stand in living ones as the past of another.
+    """
+    owned, trained, shared = set[Hashable](), [], 0
+    for row, row_names, lives in zip(rows, names, live, strict=True):
+        past = [name in owned for name in row_names]
+        parts = list(zip(row.segments, past, strict=True))
+        shared += lives * sum(len(s.tokens) for s, is_past in parts if is_past)
+        segments = tuple(s.as_past() if is_past else s for s, is_past in parts)
+        trained.append(row._replace(segments=segments))
+        owned.update(row_names if lives else ())
+    return trained, shared
 
 
 def common_opening(openings: Sequence[np.ndarray]) -> np.ndarray:
@@ -307,20 +344,25 @@ def common_opening(openings: Sequence[np.ndarray]) -> np.ndarray:
     Raises:
       UserError: not even their first token.
     """
-    if not openings:
-        return np.zeros(0, np.int32)
-    # With the first one is enough: what equals it at a column equals all others there.
-    first, least = np.asarray(openings[0]), min(map(len, openings))
-    same = np.ones(least, bool)
-    for other in openings[1:]:
-        same &= np.asarray(other)[:least] == first[:least]
-    length = least if same.all() else int(np.argmin(same))
-    if length == 0:
+    opening = common_prefix(openings)
+    if openings and not len(opening):
         raise UserError(
             "the members of a group open with different first tokens; init must show all members "
             "of a group the same problem, so let it depend on the prompt and the seed alone"
         )
-    return first[:length]
+    return opening
+
+
+def common_prefix(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """[c] int32, the tokens that all rows begin with; empty where there are no rows."""
+    if not rows:
+        return np.zeros(0, np.int32)
+    # With the first one is enough: what equals it at a column equals all others there.
+    first, least = np.asarray(rows[0]), min(map(len, rows))
+    same = np.ones(least, bool)
+    for other in rows[1:]:
+        same &= np.asarray(other)[:least] == first[:least]
+    return first[: least if same.all() else int(np.argmin(same))]
 
 
 def _check(part: Segment, row: Transcript, end: int, shape: RowShape) -> None:

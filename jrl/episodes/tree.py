@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -179,12 +180,10 @@ def descend(score: Score) -> Select:
     return select
 
 
-def frontier(
-    parent: float = 0.4, entropy: float = 0.4, depth: float = 0.2, *, max_depth: int = 64
-) -> Select:
+def frontier(max_depth: int = 64) -> Select:
     """The one node of all that can be expanded that has the greatest F.
 
-        F = parent tanh(value of the parent) + entropy H + depth sqrt(d / max_depth)
+        F = 0.4 tanh(value of the parent) + 0.4 H + 0.2 sqrt(d / max_depth)
 
     As in "DeepSearch: Overcome the Bottleneck of Reinforcement Learning with Verifiable Rewards via
     Monte Carlo Tree Search" (arXiv:2509.25454). The weights are ours.
@@ -196,7 +195,7 @@ def frontier(
         above = tree.nodes[node.parent].value if i else 0.0
         unsure = node.step.entropy if node.step else 0.0
         deep = math.sqrt(node.depth / max_depth)
-        return parent * math.tanh(above) + entropy * unsure + depth * deep
+        return 0.4 * math.tanh(above) + 0.4 * unsure + 0.2 * deep
 
     def select(tree: Tree) -> list[int]:
         candidates = [i for i in tree.open() if tree.nodes[i].depth < max_depth]
@@ -236,7 +235,7 @@ def step_score(tree: Tree, i: int) -> float:
     return 0.0 if step is None or step.points is None else step.points
 
 
-def beam(width: int, score: Score = promise) -> Select:
+def beam(width: int) -> Select:
     """The ``width`` best open nodes of the deepest level; the others are never looked at again."""
 
     def select(tree: Tree) -> list[int]:
@@ -245,12 +244,12 @@ def beam(width: int, score: Score = promise) -> Select:
         level = [i for i in tree.open() if tree.nodes[i].depth > last]
         # sorted() is stable: equal scores keep the order of drawing, so a resumed search takes the
         # same nodes.
-        return sorted(level, key=lambda i: -score(tree, i))[:width]
+        return sorted(level, key=lambda i: -promise(tree, i))[:width]
 
     return select
 
 
-def dvts(score: Score = promise) -> Select:
+def dvts() -> Select:
     """Diverse verifier tree search: a beam of one in every subtree below the root, side by side.
 
     As compared in "Can 1B LLM Surpass 405B LLM? Rethinking Compute-Optimal Test-Time Scaling"
@@ -266,7 +265,7 @@ def dvts(score: Score = promise) -> Select:
             rival = best.get(top)
             # Depth first: an older sibling with a better score belongs to a level that its subtree
             # has left.
-            key = lambda j: (tree.nodes[j].depth, score(tree, j))  # noqa: E731
+            key = lambda j: (tree.nodes[j].depth, promise(tree, j))  # noqa: E731
             if rival is None or key(i) > key(rival):
                 best[top] = i
         # A subtree is done with its first leaf; its budget goes to no other one.
@@ -328,36 +327,27 @@ class NamedSearch(NamedTuple):
     Attributes:
       select: (width, exploration) -> nodes to expand.
       backup: of points.
-      value: of a node as the backup left it, points.
+      value: of a node as the backup left it, points; the mean of the backups to it.
       explores: whether ``select`` reads the second number.
       whole: whether a step is a whole completion or episode.
     """
 
     select: Callable[[int, float], Select]
-    backup: Backup
-    value: Callable[[Node], float]
+    backup: Backup = mean_backup
+    value: Callable[[Node], float] = operator.attrgetter("value")
     explores: bool = False
     whole: bool = False
 
 
-def mean_value(node: Node) -> float:
-    """Points: the mean of the backups to a node."""
-    return node.value
-
-
-def _total(node: Node) -> float:
-    return node.total
-
-
 SEARCHES: dict[str, NamedSearch] = {
-    "uct": NamedSearch(lambda n, c: descend(uct(c)), mean_backup, mean_value, explores=True),
-    "puct": NamedSearch(lambda n, c: descend(puct(c)), mean_backup, mean_value, explores=True),
-    "frontier": NamedSearch(lambda n, c: frontier(), constrained(), _total),
-    "best_first": NamedSearch(lambda n, c: best_first(), mean_backup, mean_value),
-    "beam": NamedSearch(lambda n, c: beam(n), mean_backup, mean_value),
-    "greedy": NamedSearch(lambda n, c: beam(1), mean_backup, mean_value),
-    "dvts": NamedSearch(lambda n, c: dvts(), mean_backup, mean_value),
-    "best_of_n": NamedSearch(lambda n, c: beam(1), mean_backup, mean_value, whole=True),
+    "uct": NamedSearch(lambda n, c: descend(uct(c)), explores=True),
+    "puct": NamedSearch(lambda n, c: descend(puct(c)), explores=True),
+    "frontier": NamedSearch(lambda n, c: frontier(), constrained(), operator.attrgetter("total")),
+    "best_first": NamedSearch(lambda n, c: best_first()),
+    "beam": NamedSearch(lambda n, c: beam(n)),
+    "greedy": NamedSearch(lambda n, c: beam(1)),
+    "dvts": NamedSearch(lambda n, c: dvts()),
+    "best_of_n": NamedSearch(lambda n, c: beam(1), whole=True),
 }
 """By name, in training (``Search.by``) and at evaluation (``jrl eval --search``). "frontier" is
 DeepSearch's; "greedy" samples ``width`` steps and continues from the best of them; "beam" keeps the

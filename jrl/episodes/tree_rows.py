@@ -1,6 +1,6 @@
 """Rows to train on from a search: siblings for preferences, paths with step values.
 
-    rows = rows_of_tree(found.tree, prompt, {leaf: points, ...})
+    rows = rows_of_tree(tree, prompt, {leaf: points, ...})
 
 The rows are those of ``data.records``, in token ids: what was drawn is never encoded again.
 """
@@ -44,7 +44,7 @@ def rows_of_tree(
     judged leaf below them are left out. Equal steps of one node count as one.
 
     Args:
-      tree: as ``grow`` left it, each step's content its ids; it stays as it is.
+      tree: of a search, each step's content its ids; it stays as it is.
       prompt: ids.
       points: of leaves, by the number of their node.
       backup: of the points, in the order of the leaves' numbers.
@@ -73,7 +73,7 @@ def rows_of_tree(
     if not paths or any(len(judged.step(i).answer) for i in range(1, len(judged.nodes))):
         return TreeRows(rows, [])
     steps = [[_ids([judged.step(i).content]) for i in path] for path in paths]
-    whole = {
+    of_paths = {
         "prompt": [int(token) for token in prompt],
         "responses": [_ids(path) for path in steps],
         # Equal completions are one response; its score is the mean, since a sampled judge may
@@ -82,7 +82,7 @@ def rows_of_tree(
         "steps": [[len(step) for step in path] for path in steps],
         "step_values": [[judged.nodes[i].value for i in path] for path in paths],
     }
-    return TreeRows(rows, [whole])
+    return TreeRows(rows, [of_paths])
 
 
 def _merged(tree: Tree) -> tuple[Tree, dict[int, int]]:

@@ -13,7 +13,6 @@ import importlib.util
 import inspect
 import json
 import os
-import resource
 import signal
 import sys
 import types
@@ -121,8 +120,6 @@ def main() -> None:
     directory = os.path.dirname(os.path.realpath(__file__))
     sys.path[:] = [path for path in sys.path if os.path.realpath(path) != directory]
     settings = json.loads(sys.argv[1])
-    if settings["memory_bytes"]:
-        resource.setrlimit(resource.RLIMIT_AS, (settings["memory_bytes"], settings["memory_bytes"]))
     # What the environment prints must not stand among the answers.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

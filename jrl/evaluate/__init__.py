@@ -1,312 +1,39 @@
-"""Evaluation: accuracy, pass@k and majority vote on held-out prompts, with confidence intervals."""
+"""Evaluation: accuracy, pass@k and majority vote on held-out prompts, with confidence intervals.
+
+- ``evaluate_run``, ``sample_run``: of a run's policy, as ``jrl eval`` and ``jrl sample``
+- ``search_run``, ``budget_run``, ``searching``: with a search
+- ``Evaluator``: beside training
+- ``samples_of``: completions as records for people
+"""
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
-import jax
-import numpy as np
-
-from jrl.collect.sources import Groups, join_groups, simple_request, take_groups, to_host
-from jrl.config import Config
-from jrl.config.stored import is_run
-from jrl.errors import UserError
-from jrl.evaluate.samples import samples_of
-from jrl.evaluate.statistics import evaluation_metrics
-from jrl.rewards.columns import check_column
-from jrl.rewards.exact import final_answer
-from jrl.rewards.pool import RewardPool
-from jrl.setup.adapters import restore_policy
-from jrl.setup.kinds import AskedKind
-from jrl.setup.reward_parts import reward_pool
-from jrl.setup.run import Run, question_prompts
-from jrl.train import build, programs
-from jrl.train.batches import run_source
-from jrl.train.memory_check import check_evaluation
-from jrl.types import Array, Params, Prompt, StopReason
+HOMES = {
+    "jrl.evaluate.budget": ("budget_run",),
+    "jrl.evaluate.evaluator": (
+        *("Evaluation", "Evaluator", "evaluate_run", "evaluation_names", "load_policy"),
+        *("sample_run",),
+    ),
+    "jrl.evaluate.samples": ("samples_of",),
+    "jrl.evaluate.search": ("search_run",),
+    "jrl.evaluate.searcher": ("searching",),
+}
+"""Module -> public names."""
 
 if TYPE_CHECKING:
     from jrl.evaluate.budget import budget_run as budget_run
+    from jrl.evaluate.evaluator import Evaluation as Evaluation
+    from jrl.evaluate.evaluator import Evaluator as Evaluator
+    from jrl.evaluate.evaluator import evaluate_run as evaluate_run
+    from jrl.evaluate.evaluator import evaluation_names as evaluation_names
+    from jrl.evaluate.evaluator import load_policy as load_policy
+    from jrl.evaluate.evaluator import sample_run as sample_run
+    from jrl.evaluate.samples import samples_of as samples_of
     from jrl.evaluate.search import search_run as search_run
     from jrl.evaluate.searcher import searching as searching
+else:
+    from jrl.system.lazy_names import lazy_names
 
-_LATER = {"budget_run": "budget", "search_run": "search", "searching": "searcher"}
-"""Public names whose modules import this one, and so are imported on first use."""
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        return getattr(importlib.import_module(f"jrl.evaluate.{_LATER[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-class Evaluation(NamedTuple):
-    """Result of an evaluation.
-
-    Attributes:
-      metrics: accuracy, accuracy_low, accuracy_high (95 %), pass@k, majority, all_variants,
-        length, problems.
-      samples: records as ``RunWriter.write_samples`` takes them.
-    """
-
-    metrics: dict[str, float]
-    samples: list[dict[str, Any]]
-
-
-def evaluation_names(run: Run) -> set[str] | None:
-    """The metrics of an evaluation of a run on prompts; None where its environment adds some.
-
-    Args:
-      run: from ``setup``.
-    """
-    table = run.config.eval
-    if not run.kind.known_metrics:
-        return None
-    answers = [["1"] * table.samples] if run.kind.votes else None
-    one = np.ones((1, table.samples), int)
-    variants = ["1"] if table.variants_of else None
-    names = evaluation_metrics(
-        one == 1, one, pass_k=table.pass_k, answers=answers, variants_of=variants
-    ).keys()
-    return {*names, *(("success", "reward", "turns") if run.kind.episode_columns else ())}
-
-
-def episode_metrics(groups: Groups) -> dict[str, float]:
-    """Means over evaluated episodes: success (fraction), reward (points) and turns."""
-    turns = np.where(groups.rollout.mask, np.asarray(groups.ids["turn"]) + 1, 0).max(-1)
-    success, reward = np.asarray(groups.rewards).mean((0, 1)).tolist()
-    return {"success": success, "reward": reward, "turns": float(turns.mean())}
-
-
-def environment_metrics(groups: Groups) -> dict[str, float]:
-    """Means per episode of a host environment's counters, such as tool errors."""
-    episodes = max(groups.counts.get("episodes", 0.0), 1.0)
-    counts = {k.removeprefix("env/"): v for k, v in groups.counts.items() if k.startswith("env/")}
-    return {name: float(value) / episodes for name, value in sorted(counts.items())}
-
-
-# ---------------------------------------------------------------- evaluating a policy
-
-
-class Evaluator:
-    """Evaluates a run's policy on its held-out prompts, always the same ones.
-
-    Args:
-      run: from ``setup``.
-      pool: the reward functions, for a run on text; a completion is right when the part
-        ``run.rewards.judge`` gives at least one point. None when there is nothing to judge by.
-
-    Raises:
-      UserError: the held-out prompts have no column ``eval.variants_of``.
-    """
-
-    def __init__(self, run: Run, pool: RewardPool | None) -> None:
-        self.run = run = programs.as_evaluated(run)
-        self.pool = pool
-        self.progress = ""  # how far an evaluation is; read by another thread
-        self._source = run_source(run, pool, split="eval") if self.available else None
-        if self.available:
-            column, prompts = run.config.eval.variants_of, run.data.prompts.get("eval", ())
-            check_column("eval.variants_of", column, prompts)
-
-    @property
-    def available(self) -> bool:
-        """Whether the run has held-out prompts at all."""
-        return self.run.kind.held_out(self.run.config, self.run.data).problems > 0
-
-    def __call__(self, key: Array, params: Params) -> Evaluation:
-        """Evaluates under the run's mesh.
-
-        Args:
-          key: the run's root key.
-          params: the policy's.
-        """
-        groups = self._groups(key, params)
-        unjudged = {"verify": 1.0} if self.pool is None else self.run.rewards.weights
-        names = self.run.kind.eval_parts or unjudged
-        correct = np.asarray(groups.rewards)[:, :, right_part(self.run, names)] >= 1
-        records = samples_of(groups, self.run.tokenizer, self.run.kind.task, names, correct.size)
-        answers: Any = None
-        if self.run.kind.votes:
-            answers = [final_answer(r["completion"]) for r in records]
-            answers = np.array(answers, object).reshape(correct.shape).tolist()
-        column = self.run.config.eval.variants_of
-        metrics = evaluation_metrics(
-            correct,
-            np.asarray(groups.rollout.mask).sum(-1),
-            pass_k=self.run.config.eval.pass_k,
-            answers=answers,
-            variants_of=[p.meta.get(column) for p in groups.subject] if column else None,
-        )
-        if "turn" in groups.ids:
-            metrics |= episode_metrics(groups)
-        if "episodes" in groups.counts:  # with an environment on the host
-            metrics["failed"] = float((groups.rollout.stop >= StopReason.FAILED).mean())
-            metrics |= environment_metrics(groups)
-        return Evaluation(metrics, [r | {"split": "eval"} for r in records])
-
-    def _groups(self, key: Array, params: Params) -> Groups:
-        """All held-out groups in draws of one size, the last one filled up and cut."""
-        assert self._source is not None
-        source, samples = self._source, self.run.config.eval.samples
-        total, size = self.run.kind.held_out(self.run.config, self.run.data)
-        parts = []
-        for start in range(0, total, size):
-            self.progress = f"{start} of {total} prompts done"
-            tickets = (start + np.arange(size)).astype(np.int32)
-            rows, policy = source.order(tickets), {"policy": params}
-            request = simple_request(
-                key, policy, np.int32(0), tickets, samples, rows=rows, split="eval"
-            )
-            parts.append(to_host(source.draw(request)))
-        source.finish(complete=True)
-        return take_groups(join_groups(parts), slice(0, total))
-
-
-def right_part(run: Run, names: Iterable[str]) -> int:
-    """The column of an evaluation's reward parts, of these names, that says what is right."""
-    listed = list(names)
-    return listed.index(run.rewards.judge) if run.rewards.judge in listed else 0
-
-
-def load_policy(run: Run, checkpoint: int | None) -> tuple[Array, Params, int]:
-    """The root key, the policy and its step: from a run's checkpoint, or as before training.
-
-    Args:
-      run: from ``setup``.
-      checkpoint: a training step; None for the newest.
-
-    Raises:
-      UserError: ``run.dir`` holds a run but no such checkpoint.
-    """
-    directory = run.config.run.dir
-    if directory is None or (checkpoint is None and not is_run(directory)):
-        return *programs.new_policy(run), 0
-    counters = {
-        "step": jax.ShapeDtypeStruct((), np.int32),
-        "key": jax.eval_shape(jax.random.key_data, jax.eval_shape(lambda: jax.random.key(0))),
-    }
-    layout = programs.policy_layout(run)
-    policy, restored = restore_policy(
-        run.config, run.network, layout, checkpoint=checkpoint, also=counters
-    )
-    return restored["key"], policy, int(restored["step"])
-
-
-def evaluate_run(config: Config, *, checkpoint: int | None = None) -> dict[str, Any]:
-    """Evaluates a run's checkpoint, or the model it starts from.
-
-    Args:
-      config: a run's configuration; with ``run.dir``, its checkpoints are looked for there.
-      checkpoint: a training step; None for the newest.
-
-    Returns:
-      ``step`` and the evaluation's metrics.
-
-    Raises:
-      UserError: nothing to evaluate on, or no such checkpoint.
-    """
-    run = build.setup(config, trains=False)
-    held_out = run.kind.held_out(run.config, run.data).problems > 0
-    if held_out:
-        check_evaluation(run)
-    with jax.set_mesh(run.mesh):
-        key, params, step = load_policy(run, checkpoint)
-        if not held_out:
-            raise UserError("data.eval is missing; name a file of held-out prompts")
-        with reward_pool(config) as pool:
-            return {"step": step} | Evaluator(run, pool)(key, params).metrics
-
-
-def asked_in_text(run: Run, questions: Sequence[str]) -> Run:
-    """A run of a procedural task with these texts as held-out prompts, without a judge.
-
-    Raises:
-      UserError: a text is longer than the task's prompts, or holds a character that is none of
-        its tokenizer's.
-    """
-    task: Any = run.kind.task
-    prompts = []
-    for number, text in enumerate(questions, 1):
-        ids = task.tokenizer.encode(text)
-        if not 0 < len(ids) <= task.prompt_tokens:
-            problem = task.generate(jax.random.key(0), split="eval")
-            raise UserError(
-                f"prompt {number}: {text!r} has {len(ids)} characters; prompts of data.task ="
-                f" {task.name!r} have up to {task.prompt_tokens}, such as"
-                f" {task.render(problem)[0]!r}"
-            )
-        prompts.append(Prompt(number - 1, text, np.array(ids, np.int32), "", {}, None))
-    limit = {"max_new_tokens": task.completion_tokens}
-    sampling = run.config.sampling.model_copy(update=limit)
-    config = run.config.model_copy(update={"sampling": sampling})
-    return run._replace(
-        config=config,
-        kind=AskedKind(config, task),
-        data=run.data._replace(prompts={"train": [], "eval": prompts}),
-    )
-
-
-def sample_run(
-    config: Config,
-    *,
-    prompts: Sequence[str] | None = None,
-    count: int = 4,
-    samples: int | None = None,
-    checkpoint: int | None = None,
-) -> list[dict[str, Any]]:
-    """Completions of a run's policy, drawn as in training.
-
-    Args:
-      config: a run's configuration.
-      prompts: questions in text; None for held-out problems.
-      count: held-out problems taken when ``prompts`` is None.
-      samples: completions of each prompt; None for ``sampling.group``.
-      checkpoint: a training step; None for the newest.
-
-    Returns:
-      Records with prompt, completion, length and stop, and with rewards where there is an answer
-      to judge by.
-
-    Raises:
-      UserError: a prompt that the tokenizer or the task's length does not allow, or no such
-        checkpoint.
-    """
-    run = build.setup(config, trains=False)
-    on_device, judged = config.data.has_solutions, not prompts and run.kind.votes
-    if run.kind.episode_columns and prompts:
-        raise UserError(
-            f"data.env = {config.data.name!r} makes its own prompts; leave --prompt out"
-        )
-    if on_device and prompts:
-        run = asked_in_text(run, prompts)
-        config = run.config
-    elif not on_device:
-        chosen = question_prompts(run, prompts) if prompts else run.data.prompts["eval"]
-        if not chosen:
-            raise UserError("data.eval is missing; give prompts, or a file of held-out ones")
-        run = run._replace(data=run.data._replace(prompts={"eval": chosen}))
-    held_out = not prompts
-    table = run.config.eval.model_copy(
-        update={
-            "problems": len(prompts) if prompts else count,
-            "samples": samples or config.sampling.group,
-            "temperature": config.sampling.temperature,
-            "variants_of": "",  # of the samples nothing is measured
-        }
-    )
-    run = run._replace(config=config.model_copy(update={"eval": table}))
-    check_evaluation(run, keys=("--count", "sampling.group" if samples is None else "-n"))
-    with jax.set_mesh(run.mesh):
-        key, params, step = load_policy(run, checkpoint)
-        with contextlib.ExitStack() as stack:
-            pool = stack.enter_context(reward_pool(config)) if judged else None
-            records = Evaluator(run, pool)(key, params).samples
-    unjudged = ("rewards", "reward", "answer", "split")
-    return [
-        {"step": step} | {k: v for k, v in r.items() if held_out or k not in unjudged}
-        for r in records
-    ]
+    __all__, __getattr__, __dir__ = lazy_names(__name__, HOMES)

@@ -26,14 +26,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrl.collect.run_rows import prompt_seeds
 from jrl.config import Config
-from jrl.episodes.search import Searched, by_path
+from jrl.episodes.search import Searched
 from jrl.episodes.tree import SearchPlan, search_plan
 from jrl.errors import UserError
-from jrl.evaluate import load_policy
+from jrl.evaluate.evaluator import load_policy
 from jrl.evaluate.search import ids_of, points_of, problems_of, right_answers
-from jrl.evaluate.searcher import searched_run, searcher_of
+from jrl.evaluate.searcher import search_once, searched_run
 from jrl.evaluate.statistics import wilson
 from jrl.evaluate.verifiers import LIKELIHOOD, verifier_of
 
@@ -155,18 +154,8 @@ def budget_run(
         params, scorer = verifier(run, params, checkpoint)
 
         def play(plan: SearchPlan, attempt: int = 0) -> Searched:
-            seeds = prompt_seeds(key, "eval", 0, np.arange(len(prompts)), attempt)
-            sampled = searcher_of(
-                run,
-                key,
-                params,
-                step,
-                width=plan.width,
-                whole=plan.whole,
-                step_tokens=step_tokens,
-            )
-            with sampled as search:
-                return search(prompts, seeds, plan, by_path(scorer))
+            how = run, key, params, step, prompts, plan, scorer
+            return search_once(*how, step_tokens=step_tokens, attempt=attempt)
 
         # Other tokens than those of best_of_n, whose luck would else choose its own bin.
         tried = play(search_plan("best_of_n", first), attempt=1)

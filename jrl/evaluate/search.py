@@ -22,16 +22,15 @@ import jax
 import numpy as np
 
 from jrl.collect.members import demonstration_rollout
-from jrl.collect.run_rows import prompt_seeds
 from jrl.config import Config
 from jrl.config.judge import POLICY
 from jrl.data.prompts import pad_prompts
-from jrl.episodes.search import Searched, best_node, by_path, episode_at
+from jrl.episodes.search import Searched, best_node, episode_at
 from jrl.episodes.tree import SEARCHES, Tree, search_plan
 from jrl.episodes.tree_rows import TreeRows, rows_of_tree
 from jrl.errors import UserError
-from jrl.evaluate import load_policy, right_part
-from jrl.evaluate.searcher import opened, searched_run, searcher_of
+from jrl.evaluate.evaluator import load_policy, right_part
+from jrl.evaluate.searcher import search_once, searched_run
 from jrl.evaluate.statistics import wilson
 from jrl.evaluate.verifiers import LIKELIHOOD, verifier_of
 from jrl.setup.reward_parts import judge_of, reward_pool
@@ -94,18 +93,8 @@ def search_run(
         split = "eval" if folder is None else "train"
         problems, prompts = problems_of(run, key, split)
         params, scorer = verifier(run, params, checkpoint)
-        seeds = prompt_seeds(key, "eval", _seed_step(run, step), np.arange(len(prompts)))
-        with searcher_of(
-            run,
-            key,
-            params,
-            step,
-            width=width,
-            whole=plan.whole,
-            step_tokens=step_tokens,
-            split=split,
-        ) as search:
-            searched = opened(search(prompts, seeds, plan, by_path(scorer)))
+        how = run, key, params, step, prompts, plan, scorer
+        searched = search_once(*how, step_tokens=step_tokens, split=split)
         right = right_answers(run, problems, prompts, searched)
         rows = None if folder is None else _rows(run, problems, prompts, searched)
     low, high = wilson(float(right.sum()), len(right))
@@ -118,11 +107,6 @@ def search_run(
         **_costs(run, searched),
         **({} if folder is None or rows is None else _written(folder, rows)),
     }
-
-
-def _seed_step(run: Run, step: int) -> int:
-    """The step that tokens are keyed by: environments may change with the training, text not."""
-    return 0 if not run.config.data.plays else step
 
 
 def _costs(run: Run, searched: Searched) -> dict[str, float]:
@@ -155,12 +139,15 @@ def _folder(out: str) -> pathlib.Path:
     return folder
 
 
-def problems_of(run: Run, key: Array, split: str) -> tuple[Any, list[Prompt]]:
-    """The first problems of a split, and their prompts."""
-    count = run.kind.problems(run.data, run.config.eval.problems, split)
+def problems_of(
+    run: Run, key: Array, split: str, most: int | None = None
+) -> tuple[Any, list[Prompt]]:
+    """The first problems of a split, at most ``most`` or ``eval.problems``, and their prompts."""
+    most = run.config.eval.problems if most is None else most
+    count = run.kind.problems(run.data, most, split)
     if not count:
         raise UserError(f"data.{split} is missing; name a file of prompts")
-    rows = np.arange(min(count, run.config.eval.problems))
+    rows = np.arange(min(count, most))
     return undrawn_source(run, None, split).prompts(key, rows)
 
 

@@ -19,11 +19,18 @@ from jrl.collect.host_source import host_source
 from jrl.collect.run_rows import completion_ends, prompt_seeds, run_rows, step_ends
 from jrl.config import Config
 from jrl.episodes.play import Device
-from jrl.episodes.search import Searched, Searcher, by_likelihood, by_path, play_search
-from jrl.episodes.tree import search_plan
+from jrl.episodes.search import (
+    Scorer,
+    Searched,
+    Searcher,
+    by_likelihood,
+    by_path,
+    play_search,
+)
+from jrl.episodes.tree import SearchPlan, search_plan
 from jrl.episodes.world import TextWorld
 from jrl.errors import UserError
-from jrl.evaluate import load_policy
+from jrl.evaluate.evaluator import load_policy
 from jrl.sampling.places import entropy
 from jrl.setup.run import Run
 from jrl.train import build, programs
@@ -103,6 +110,52 @@ def searcher_of(
     world = TextWorld(completion_ends(run), 0 if whole else step_tokens)
     with rows.loaded(key, params, step):
         yield partial(play_search, Device(rows.rows), world)
+
+
+def search_once(
+    run: Run,
+    key: Array,
+    params: Params,
+    step: int,
+    prompts: Sequence[Prompt],
+    plan: SearchPlan,
+    score: Scorer,
+    *,
+    step_tokens: int,
+    split: str = "eval",
+    attempt: int = 0,
+) -> Searched:
+    """A search of these problems.
+
+    Args:
+      run: from ``searched_run``.
+      key: its root key.
+      params: what samples.
+      step: of training.
+      prompts: the first problems of a split.
+      plan: how to search.
+      score: judges paths.
+      step_tokens: as in ``searcher_of``.
+      split: "train" or "eval".
+      attempt: another number samples other tokens.
+
+    Raises:
+      UserError: as ``searcher_of``, or no environment has opened.
+    """
+    # Environments may change with the training, text does not.
+    seed_step = step if run.config.data.plays else 0
+    seeds = prompt_seeds(key, "eval", seed_step, np.arange(len(prompts)), attempt)
+    with searcher_of(
+        run,
+        key,
+        params,
+        step,
+        width=plan.width,
+        whole=plan.whole,
+        step_tokens=step_tokens,
+        split=split,
+    ) as search:
+        return opened(search(prompts, seeds, plan, by_path(score)))
 
 
 @contextlib.contextmanager

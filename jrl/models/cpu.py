@@ -50,11 +50,6 @@ def tuned(dtype: Any) -> bool:
     return narrow and platform() == "cpu" and not divided()
 
 
-def time_follows_rows() -> bool:
-    """Whether a product's time falls with its rows, where few are left: on a CPU."""
-    return platform() == "cpu"
-
-
 def einsum(spec: str, a: Array, b: Array) -> Array:
     """The einsum in float32; by Eigen if it is one large product of two matrices."""
     out = _large(spec, a, b)

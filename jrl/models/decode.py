@@ -49,7 +49,7 @@ from jrl.models.matmul import prepare_weight
 from jrl.models.quant import INPUTS, Quantised, quantise_entries
 from jrl.models.rope import Rotation, rotations
 from jrl.models.routing import record
-from jrl.models.weights import Factored, WeightSpec, weights
+from jrl.models.weights import Factored, WeightSpec, is_spec, weights
 from jrl.types import Array, Cache, Params
 
 AXES = {"k": 2, "v": 2, "k_scale": 3, "v_scale": 3, "experts": 1}
@@ -83,7 +83,6 @@ def prepare(params: Params, *, config: ModelConfig, gather: bool = True) -> Any:
     def vector(spec: WeightSpec, w: Array) -> Array:
         return w if spec.inputs else lay(w, *spec.axes)
 
-    is_spec = lambda x: isinstance(x, WeightSpec)  # noqa: E731
     table = weights(config)["layers"]
     # Vectors only: matrices are divided over devices after they have been joined, in ``_fused``.
     stacks = jax.tree.map(vector, table, params["layers"], is_leaf=is_spec)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jrl.models.config import ModelConfig
-from jrl.models.weights import WeightSpec, weights
+from jrl.models.weights import is_spec, weights
 
 
 class Lengths(NamedTuple):
@@ -36,7 +36,6 @@ class Lengths(NamedTuple):
 def layer_matrices(model: ModelConfig) -> float:
     """Numbers of the layers' matrices that one token is multiplied with; of experts, its own."""
     total = 0.0
-    is_spec = lambda x: isinstance(x, WeightSpec)  # noqa: E731
     for spec in jax.tree.leaves(weights(model)["layers"], is_leaf=is_spec):
         share = model.experts_per_token / model.experts if spec.axes[1] == "expert" else 1.0
         total += share * math.prod(spec.shape) if spec.inputs else 0.0

@@ -20,13 +20,13 @@ import numpy as np
 
 from jrl.mesh import constrain
 from jrl.models import gpu, moe
-from jrl.models.attention.choice import Owners, is_cudnn, row_attention, shared_attention
+from jrl.models.attention.choice import is_cudnn, row_attention, shared_attention
 from jrl.models.attention.dense import NO_WINDOW
 from jrl.models.config import ModelConfig
 from jrl.models.gpu import Fused
 from jrl.models.matmul import ATTENDED, PRODUCT, WIDE, project
 from jrl.models.rope import Rotation, rotate, rotation_at, stacked_rotations
-from jrl.models.weights import WeightSpec, weights
+from jrl.models.weights import WeightSpec, is_spec, weights
 from jrl.types import NOTHING, Array, Head, Params, RoutingRecord, SharedRows
 
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -436,9 +436,7 @@ def hidden_shared(
         inside.astype(jnp.int32),
         lengths=rows.prompt_lengths.reshape(m * b),
     )
-    marks = rows.positions, rows.segments, rows.owners
-    owned = Owners(*marks, rows.prompt_lengths, p, rows.ends, rows.lengths)
-    at_both = shared_attention(options.attention, config, owned)
+    at_both = shared_attention(options.attention, config, rows)
     prompts = rows.prompt_tokens.reshape(m * b, p)
     xs = embed(config, params, prompts), embed(config, params, rows.tokens)
     # All prompts are at the same positions, so that one row of angles serves them.
@@ -568,5 +566,4 @@ def rounded(params: Params, *, config: ModelConfig) -> Params:
         matrix = name == "embed" or (spec.inputs and name != "router")
         return w.astype(dtype) if matrix else w
 
-    is_spec = lambda x: isinstance(x, WeightSpec)  # noqa: E731
     return jax.tree_util.tree_map_with_path(each, dict(weights(config)), params, is_leaf=is_spec)

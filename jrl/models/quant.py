@@ -25,7 +25,7 @@ from jrl.mesh import Axes
 from jrl.models.config import ModelConfig
 from jrl.models.layers import rounded
 from jrl.models.matmul import summed_short
-from jrl.models.weights import Factored, WeightSpec, weights
+from jrl.models.weights import Factored, WeightSpec, is_spec, weights
 from jrl.types import Array, Cache, Network, Params
 
 LARGEST = {"int8": 127, "float8": 448}
@@ -184,7 +184,6 @@ def quantise_layers(params: Params, config: ModelConfig, to: str = "int8") -> Pa
         layers = [quantise(layer, spec.inputs, to=to) for layer in w]  # one at a time in float32
         return jax.tree.map(lambda *parts: np.stack(parts), *layers)
 
-    is_spec = lambda x: isinstance(x, WeightSpec)  # noqa: E731
     layers = jax.tree.map(turn, weights(config)["layers"], params["layers"], is_leaf=is_spec)
     return params | {"layers": layers}
 
@@ -198,7 +197,6 @@ def layer_axes(config: ModelConfig, axes: Any) -> Any:
         scales = (names[0], *(None,) * spec.inputs, *names[1 + spec.inputs :])
         return Quantised(names, scales)
 
-    is_spec = lambda x: isinstance(x, WeightSpec)  # noqa: E731
     layers = jax.tree.map(turn, weights(config)["layers"], axes["layers"], is_leaf=is_spec)
     return axes | {"layers": layers}
 

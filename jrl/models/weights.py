@@ -130,13 +130,14 @@ def weights(config: ModelConfig) -> Mapping[str, Any]:
     return table
 
 
-def _is_spec(x: object) -> bool:
+def is_spec(x: object) -> bool:
+    """Whether a node of ``weights`` is a weight; for ``is_leaf``."""
     return isinstance(x, WeightSpec)
 
 
 def init(key: Array, config: ModelConfig) -> Params:
     """Random parameters in ``config.param_dtype``; matrices are scaled by their fan-in."""
-    specs, treedef = jax.tree.flatten(weights(config), is_leaf=_is_spec)
+    specs, treedef = jax.tree.flatten(weights(config), is_leaf=is_spec)
     dtype = jnp.dtype(config.param_dtype)
 
     def draw(key: Array, spec: WeightSpec) -> Array:
@@ -149,17 +150,17 @@ def init(key: Array, config: ModelConfig) -> Params:
 
 def axes(config: ModelConfig) -> Any:
     """The logical axis names of every parameter, as a tree like the parameters."""
-    return jax.tree.map(lambda spec: spec.axes, weights(config), is_leaf=_is_spec)
+    return jax.tree.map(lambda spec: spec.axes, weights(config), is_leaf=is_spec)
 
 
 def abstract(config: ModelConfig) -> Any:
     """The shapes and dtypes of the parameters (``jax.ShapeDtypeStruct``), for planning."""
     dtype = jnp.dtype(config.param_dtype)
     return jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), weights(config), is_leaf=_is_spec
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), weights(config), is_leaf=is_spec
     )
 
 
 def count_params(config: ModelConfig) -> int:
     """The number of parameters; a tied output matrix counts once."""
-    return sum(math.prod(s.shape) for s in jax.tree.leaves(weights(config), is_leaf=_is_spec))
+    return sum(math.prod(s.shape) for s in jax.tree.leaves(weights(config), is_leaf=is_spec))

@@ -14,6 +14,7 @@ from jrl.plan.hlo import (
     COLLECTIVES,
     HloProgram,
     Operation,
+    called_as,
     fused_operations,
     parse_program,
     replica_groups,
@@ -262,9 +263,8 @@ def _bytes_moved(
         return 0.0
     sources = [operations[name] for name in operation.operands if name in operations]
     if operation.kind == "fusion":
-        match = re.search(r"calls=%([\w.\-]+)", operation.text)
-        assert match is not None
-        return _fusion_bytes(program, program.computations[match[1]], operation, sources)
+        inner = program.computations[called_as(operation, "calls")]
+        return _fusion_bytes(program, inner, operation, sources)
     if kernel_name(operation):
         return kernel_bytes(operation, operations, live)
     if reported := re.search(r'"bytes_accessed":"?(\d+)', operation.text):
@@ -418,9 +418,7 @@ def _entries(
     program: HloProgram, source: Operation, fusion: Operation
 ) -> Iterator[tuple[dict[str, Operation], Operation]]:
     """The computation of a fusion, with each of its parameters that is ``source``."""
-    match = re.search(r"calls=%([\w.\-]+)", fusion.text)
-    assert match is not None
-    within = program.computations[match[1]]
+    within = program.computations[called_as(fusion, "calls")]
     parameters = _parameters(within)
     for number, name in enumerate(fusion.operands):
         if name == source.name:

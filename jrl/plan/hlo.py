@@ -134,6 +134,25 @@ def called_computations(operation: Operation) -> list[str]:
     return names
 
 
+def called_as(operation: Operation, name: str) -> str:
+    """The computation that is an operation's "body", "condition" or "calls"."""
+    match = re.search(rf"{name}=%([\w.\-]+)", operation.text)
+    assert match is not None
+    return match[1]
+
+
+def op_name(operation: Operation) -> str:
+    """The traced name of an operation, its scopes before it; "" where XLA dropped it."""
+    match = re.search(r'op_name="([^"]*)"', operation.text)
+    return match[1] if match else ""
+
+
+def known_trips(loop: Operation) -> int | None:
+    """The number of turns of a loop that XLA found when it compiled, or None."""
+    match = re.search(r"known_trip_count[^\d}]*(\d+)", loop.text)
+    return int(match[1]) if match else None
+
+
 def fused_operations(
     program: HloProgram, operation: Operation, operations: dict[str, Operation]
 ) -> Iterator[tuple[Operation, dict[str, Operation]]]:

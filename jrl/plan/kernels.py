@@ -13,7 +13,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from jrl.plan.hlo import HloProgram, Operation, called_computations, parse_program
+from jrl.plan.hlo import (
+    HloProgram,
+    Operation,
+    called_as,
+    called_computations,
+    known_trips,
+    op_name,
+)
 
 SCOPES: Mapping[str, tuple[str, ...]] = {
     "draw": ("draw",),
@@ -82,34 +89,27 @@ class LoopLaunches(NamedTuple):
     launches: Launches
 
 
-def loop_launches(text: str | HloProgram) -> list[LoopLaunches]:
-    """The loops of a program, in the order of the text, outer ones before those inside them.
-
-    Args:
-      text: ``compiled.as_text()``, or the program that it is parsed to.
-    """
-    program = parse_program(text) if isinstance(text, str) else text
+def loop_launches(program: HloProgram) -> list[LoopLaunches]:
+    """The loops of a program, in the order of the text, outer ones before those inside them."""
     return list(_loops(program, program.entry, ()))
 
 
-def token_loop(text: str | HloProgram) -> LoopLaunches | None:
+def token_loop(program: HloProgram) -> LoopLaunches | None:
     """The loop of which a turn is a token step of a sampler; None for a program without one.
 
     Its body itself has operations of the scope "draw". With several, as in a sampler that compiles
     a loop for each number of slots, it is the one with the most launches.
     """
-    program = parse_program(text) if isinstance(text, str) else text
     loops = [loop for loop in loop_launches(program) if _draws(program, loop.body)]
     return max(loops, key=lambda loop: loop.launches.total, default=None)
 
 
-def token_step(text: str | HloProgram) -> Launches | None:
+def token_step(program: HloProgram) -> Launches | None:
     """Launches of one token step of a sampler; None for a program without one.
 
     Where a loop with a known number of turns is inside one that asks the host, the latter's other
     launches and its return count in equal parts: with 16 turns, 1/16 each.
     """
-    program = parse_program(text) if isinstance(text, str) else text
     step = token_loop(program)
     if step is None:
         return None
@@ -121,16 +121,15 @@ def token_step(text: str | HloProgram) -> Launches | None:
     return Launches().plus(step.launches, 1 / turns)
 
 
-def program_launches(text: str | HloProgram) -> Launches:
+def program_launches(program: HloProgram) -> Launches:
     """Launches of one run of a program; loops without a known number of turns count as one turn."""
-    program = parse_program(text) if isinstance(text, str) else text
     return _launches(program, program.entry)
 
 
 def _loops(program: HloProgram, name: str, inside: tuple[str, ...]) -> Iterator[LoopLaunches]:
     for operation in program.computations[name].values():
         if operation.kind == "while":
-            body = _attribute(operation, "body")
+            body = called_as(operation, "body")
             one, scope = _turn(program, operation), op_name(operation)
             yield LoopLaunches(body, scope, known_trips(operation), inside, one)
             yield from _loops(program, body, (*inside, body))
@@ -141,10 +140,10 @@ def _loops(program: HloProgram, name: str, inside: tuple[str, ...]) -> Iterator[
 
 def _turn(program: HloProgram, loop: Operation, part: str = "rest") -> Launches:
     """Launches of one turn of a loop, and of its condition where that decides."""
-    one = _launches(program, _attribute(loop, "body"), part)
+    one = _launches(program, called_as(loop, "body"), part)
     if known_trips(loop) is not None:
         return one
-    condition = _launches(program, _attribute(loop, "condition"), part)
+    condition = _launches(program, called_as(loop, "condition"), part)
     return one.plus(condition).plus(Launches(returns=1))
 
 
@@ -175,25 +174,6 @@ def launches(operation: Operation) -> bool:
     if operation.kind in _NO_LAUNCH or operation.kind.endswith("-done"):
         return False
     return operation.kind != "custom-call" or not _NO_CALL.search(operation.text)
-
-
-def op_name(operation: Operation) -> str:
-    """The traced name of an operation, its scopes before it; "" where XLA dropped it."""
-    match = re.search(r'op_name="([^"]*)"', operation.text)
-    return match[1] if match else ""
-
-
-def known_trips(loop: Operation) -> int | None:
-    """The number of turns of a loop that XLA found when it compiled, or None."""
-    match = re.search(r"known_trip_count[^\d}]*(\d+)", loop.text)
-    return int(match[1]) if match else None
-
-
-def _attribute(loop: Operation, name: str) -> str:
-    """The computation that is a loop's "body" or "condition"."""
-    match = re.search(rf"{name}=%([\w.\-]+)", loop.text)
-    assert match is not None
-    return match[1]
 
 
 def _called(program: HloProgram, operation: Operation) -> list[str]:

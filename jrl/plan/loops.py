@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from jrl.plan.hlo import HloProgram, Operation, called_computations
+from jrl.plan.hlo import HloProgram, Operation, called_as, called_computations, known_trips
 
 Value = int | None
 """An integer, or None where it does not follow from constants."""
@@ -236,26 +236,23 @@ def read_loop(scope: Scope, loop: Operation, trips: Mapping[str, int]) -> Loop:
     and the step of the counters that the condition compares; a counter whose start is not known is
     taken to start at 0. A loop without any bound counts once.
     """
-    body = re.search(r"body=%([\w.\-]+)", loop.text)
-    condition = re.search(r"condition=%([\w.\-]+)", loop.text)
-    assert body
-    assert condition
+    body, condition = called_as(loop, "body"), called_as(loop, "condition")
     start = tuple(scope.element(loop.operands[0], i) for i in range(len(loop.outputs)))
-    after, later = _turn(scope.program, body[1], start)
+    after, later = _turn(scope.program, body, start)
     fixed = tuple(a if a == b else None for a, b in zip(start, after, strict=True))
     # The innermost scope alone: a loop in the body of a named one has a scope of its own or none.
     match = re.search(r'op_name="(?:[^"]*/)?([^"/]+)/while"', loop.text)
     if match is not None and match[1] in trips:
-        return Loop(body[1], condition[1], float(trips[match[1]]), fixed)
-    if match := re.search(r"known_trip_count[^\d}]*(\d+)", loop.text):
-        return Loop(body[1], condition[1], float(match[1]), fixed)
-    count = _least(scope.program, condition[1], start, after, later)
+        return Loop(body, condition, float(trips[match[1]]), fixed)
+    if (count := known_trips(loop)) is not None:
+        return Loop(body, condition, float(count), fixed)
+    count = _least(scope.program, condition, start, after, later)
     if count is None:
         scalar = [b.dtype[:1] in "su" and not b.sizes for b in loop.outputs]
         start = tuple(0 if x is None and s else x for x, s in zip(start, scalar, strict=True))
-        after, later = _turn(scope.program, body[1], start)
-        count = _least(scope.program, condition[1], start, after, later)
-    return Loop(body[1], condition[1], 1.0 if count is None else float(count), fixed)
+        after, later = _turn(scope.program, body, start)
+        count = _least(scope.program, condition, start, after, later)
+    return Loop(body, condition, 1.0 if count is None else float(count), fixed)
 
 
 def _turn(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jrl.config.write import leaves
 from jrl.errors import UserError
 from jrl.report.page import Curve, as_page, read_run, thin_curve
 from jrl.storage.metrics import write_atomic
@@ -81,9 +82,10 @@ def _series(paths: Sequence[Path]) -> list[Series]:
     groups: dict[str, list[tuple[Path, dict[str, Any], Any]]] = {}
     for path in paths:
         files = read_run(path)
-        settings = _flat(files.header.get("config") or {})
         comparable = {
-            k: v for k, v in settings.items() if k != "seed" and not k.startswith(IGNORED)
+            key: value
+            for key, value in leaves(files.header.get("config") or {})
+            if key != "seed" and not key.startswith(IGNORED) and value != {}
         }
         groups.setdefault(json.dumps(comparable, sort_keys=True), []).append(
             (path, comparable, files)
@@ -168,11 +170,3 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
     half = stdtrit(n - 1, (1 + CONFIDENCE) / 2) * values.std(0, ddof=1) / math.sqrt(n)
     ends = (mean - half).tolist(), (mean + half).tolist()
     return Curve(curves[0].name, curves[0].title, steps, mean.tolist(), *ends)
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        flat |= _flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return flat

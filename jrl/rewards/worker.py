@@ -163,7 +163,9 @@ class RewardWorker:
         return self._process.exitcode
 
     def send(self, call: Any, message: bytes) -> None:
-        """Hands it a call; raises Lost."""
+        """Hands it a call; raises Lost, also where it has written something without a call."""
+        if self._readable():
+            raise Lost
         self._number += 1
         # Numbers by token, each as text, for token ids of four bytes.
         self._largest = max(_LARGEST_REPLY, 8 * len(message))
@@ -173,6 +175,13 @@ class RewardWorker:
             raise Lost from error
         self.call, self.since = call, time.monotonic()
         self._waited_behind = 0.0
+
+    def _readable(self) -> bool:
+        """Whether something can be read, as where an earlier call left a thread that writes."""
+        try:
+            return self.connection.poll()
+        except OSError:
+            return True
 
     def receive(self) -> list[Returned] | Failure | None:
         """The answer, if any: rewards, a Failure, or [] when loaded; raises Lost."""

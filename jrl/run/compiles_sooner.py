@@ -7,8 +7,8 @@ import jax
 from jrl.collect.packing import SHAPES
 from jrl.models import gpu
 from jrl.models.matmul import time_follows_rows
+from jrl.sampling.cache import pieces_of
 from jrl.sampling.slot_sizes import SHRINK_TOKENS
-from jrl.sampling.slots import pieces_of
 from jrl.setup.run import Run
 
 

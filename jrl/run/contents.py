@@ -2,13 +2,18 @@
 
 A path says nothing about what it leads to. So the log's header holds a hash of the rows that were
 read (after the template and the tokenizer, whatever kind of file they came from), of the tokenizer,
-of the adapters of ``lora.path``, and of the user's own files. Other modules that those import, the
-weights of ``model.path`` (a checkpoint has its own) and data that a task makes are no part of it.
+of adapters, reward models and judges on the run's devices, of the user's own files with the modules
+beside them that they import, and of files that options name. The weights of ``model.path`` (a
+checkpoint has its own) and data that a task makes are no part of it.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dataclasses
+import datetime
+import decimal
 import hashlib
 import re
 import warnings
@@ -18,8 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from jrl.config import Config, flatten
-from jrl.config.stored import stored_contents
+from jrl.config import Config, as_tree
+from jrl.config.stored import is_run, stored_contents
+from jrl.config.write import leaves
 from jrl.errors import UserError
 from jrl.hub import hub_name
 from jrl.models.file_tokenizer import FileTokenizer
@@ -28,7 +34,15 @@ from jrl.setup.run import Run
 Contents = dict[str, str]
 """Key or file -> a hash; of rows their number stands before it, "16:9f86d081884c7d65"."""
 
+_NAMES = " = "
+"""Between an option and the file that it names, in keys of ``Contents``."""
+
 _USER_FILE = re.compile(r"(?:source:)?(.+\.py):\w+")
+_PLAIN = (
+    *(bool, int, float, np.generic, decimal.Decimal),
+    *(datetime.date, datetime.time, datetime.timedelta),
+)
+"""Types of values, beside text and bytes, that columns hold."""
 _WHOLE = 1 << 26
 """Bytes up to which a file of a directory is read whole; of larger ones the first and last MiB."""
 
@@ -47,15 +61,18 @@ def contents_of(run: Run) -> Contents:
             hashes[key] = f"{len(items)}:{_hash(items)}" if len(items) else ""
     if isinstance(run.tokenizer, FileTokenizer):
         hashes["model.path"] = _hash(run.tokenizer.contents())
-    hashes |= {key: _hash_directory(path) for key, path in _directories(run.config)}
+    for key, path in _directories(run.config):
+        hashes[key] = hashes.get(key, "") + _hash_directory(path)
     hashes |= {str(file): _hash(file.read_bytes()) for file in _own_files(run.config)}
+    hashes |= {name: _hash(_ends_of(path)) for name, path in _option_files(run.config)}
     return {key: value for key, value in hashes.items() if value}
 
 
 def check_contents(directory: str | Path, now: Contents) -> None:
     """Compares what a run reads with what it read when it was last begun or resumed.
 
-    Changed code of the user's own is warned of, since a fault in it may have been mended.
+    Changed code of the user's own is warned of, since a fault in it may have been mended, and so is
+    a file that an option names, which a reward may write itself.
 
     Args:
       directory: of the run, which may hold none.
@@ -66,14 +83,13 @@ def check_contents(directory: str | Path, now: Contents) -> None:
     """
     before = stored_contents(Path(directory))
     changed = [key for key in now if before.get(key, now[key]) != now[key]]
-    for key in changed:
-        if key.endswith(".py"):
-            warnings.warn(
-                f"{key} has changed since the run in {directory} began; what follows is by the new"
-                " one",
-                stacklevel=2,
-            )
-    if fixed := [key for key in changed if not key.endswith(".py")]:
+    ours = [key for key in changed if key.endswith(".py") or _NAMES in key]
+    for key in ours:
+        warnings.warn(
+            f"{key} has changed since the run in {directory} began; what follows is by the new one",
+            stacklevel=2,
+        )
+    if fixed := [key for key in changed if key not in ours]:
         raise UserError(
             f"run.dir = {str(directory)!r}: "
             + "; ".join(_changed(key, before[key], now[key]) for key in fixed)
@@ -96,32 +112,88 @@ def _directories(config: Config) -> Iterator[tuple[str, str]]:
     """Keys and local directories of weights that are read again when a run resumes."""
     if config.lora is not None and config.lora.path is not None:
         yield "lora.path", config.lora.path
-    for name in config.rewards:
-        path = flatten(config).get(f"rewards.{name}.path")
-        if isinstance(path, str):
-            yield f"rewards.{name}.path", path
+    for name, options in as_tree(config)["rewards"].items():
+        yield from ((f"rewards.{name}.path", path) for path in _texts(options.get("path")))
+        for path in _texts(options.get("model")):  # of a judge; others may mean anything by it
+            if (Path(path) / "config.json").is_file() or is_run(path):
+                yield f"rewards.{name}.model", path
 
 
 def _own_files(config: Config) -> list[Path]:
-    """The user's Python files that a configuration names, wherever it does."""
-    values = [*config.rewards, *(v for v in flatten(config).values() if isinstance(v, str))]
+    """The user's Python files that a configuration names, and those that these import."""
+    values = [*config.rewards, *_texts(as_tree(config))]
     names = {match[1] for value in values if (match := _USER_FILE.fullmatch(value))}
-    return sorted(path for path in map(Path, names) if path.is_file())
+    files, ahead = set[Path](), [path for path in map(Path, names) if path.is_file()]
+    while ahead:
+        if (path := ahead.pop()) not in files:
+            files.add(path)
+            ahead += _imports(path)
+    return sorted(files)
+
+
+def _imports(path: Path) -> Iterator[Path]:
+    """The files beside a Python file that it imports."""
+    tree = ast.Module([], [])
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+        tree = ast.parse(path.read_bytes())
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        names = [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            module = f"{node.module}." if node.module else ""
+            names = [node.module or "", *(f"{module}{name}" for name in names)]
+        for name in filter(None, names):
+            place = path.parent / name.replace(".", "/")
+            beside = (place.with_name(f"{place.name}.py"), place / "__init__.py")
+            yield from (file for file in beside if file.is_file())
+
+
+def _option_files(config: Config) -> Iterator[tuple[str, Path]]:
+    """Files that options of rewards, environments and methods name: (key and name, path)."""
+    tree = as_tree(config)
+    data = {name: tree["data"][name] for name in config.data.model_extra or {}}
+    for table, options in (("rewards", tree["rewards"]), ("data", data)):
+        for key, value in leaves(options, f"{table}."):
+            for text in _texts(value):
+                with contextlib.suppress(OSError, ValueError):  # too long, or with a null in it
+                    if (path := Path(text)).is_file():
+                        yield f"{key}{_NAMES}{text!r}", path
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in a value of JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(item)
 
 
 def _hash_directory(directory: str) -> str:
-    """A hash of the files of a directory; "" for one of the Hub, which a commit names."""
+    """A hash of the files of a directory; "" for one of the Hub, which a commit names.
+
+    Of a run they are those of its newest step: reports are written there later.
+    """
     root = Path(directory)
     if hub_name(directory) is not None or not root.is_dir():
         return ""
-    parts: list[Any] = []
-    for file in sorted(each for each in root.iterdir() if each.is_file()):
-        size = file.stat().st_size
-        with file.open("rb") as data:
-            begin = data.read(size if size <= _WHOLE else 1 << 20)
-            data.seek(max(size - (1 << 20), 0))
-            parts.append((file.name, size, begin, data.read()))
-    return _hash(parts)
+    files = root.iterdir()
+    if is_run(root) and not (root / "config.json").exists():
+        steps = [each for each in root.glob("checkpoints/*") if each.name.isdigit()]
+        newest = max(steps, key=lambda each: int(each.name), default=root / "checkpoints")
+        files = newest.rglob("*")
+    chosen = sorted(each for each in files if each.is_file())
+    return _hash([(str(each.relative_to(root)), *_ends_of(each)) for each in chosen])
+
+
+def _ends_of(file: Path) -> tuple[int, bytes, bytes]:
+    """The size of a file, and what stands in it: all, or the first and the last MiB."""
+    size = file.stat().st_size
+    with file.open("rb") as data:
+        begin = data.read(size if size <= _WHOLE else 1 << 20)
+        data.seek(max(size - (1 << 20), 0))
+        return size, begin, data.read()
 
 
 def _hash(value: Any) -> str:
@@ -145,7 +217,7 @@ def _feed(digest: Any, value: Any) -> None:
         digest.update(value.encode("utf-8", "surrogatepass"))
     elif isinstance(value, bytes):
         digest.update(value)
-    elif isinstance(value, bool | int | float | np.generic) or value is None:
+    elif isinstance(value, _PLAIN) or value is None:
         digest.update(repr(value).encode())
     elif isinstance(value, Sequence | np.ndarray):
         for item in value:

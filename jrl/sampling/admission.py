@@ -6,14 +6,12 @@ padded to one of a few widths, and their number to a power of two.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jrl.sampling.params import SamplingParams
-
-T = TypeVar("T", bound=Hashable)
 
 MIN_WIDTH = 64
 """The narrowest width that prompts are padded to, tokens; each further one is four times wider."""
@@ -55,23 +53,23 @@ class RowStart(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """New rows for some blocks of the batch: A prompts for D blocks of B rows each.
+    """New rows of the batch: A prompts for D rows.
 
     Attributes:
       tokens: [A, W] int32, the prompts from column 0.
       lengths: [A] int32, tokens of each prompt.
-      blocks: [D] int32, index of each block in the batch; M for an unused one.
-      source: [D] int32, index of each block's prompt.
-      seeds: [D * B, 2] uint32, the raw key of each row's prompt.
-      members: [D * B] int32, folded into the key.
-      limits: [D * B] int32, the longest completion, tokens; 0 for an unused row.
-      stops: [D * B, K] int32, stop tokens, padded with -1.
+      rows: [D] int32, index of each row in the batch; S for an unused one.
+      source: [D] int32, index of each row's prompt.
+      seeds: [D, 2] uint32, the raw key of each row's prompt.
+      members: [D] int32, folded into the key.
+      limits: [D] int32, the longest completion, tokens; 0 for an unused row.
+      stops: [D, K] int32, stop tokens, padded with -1.
       sampling_params: one value a row.
     """
 
     tokens: Any
     lengths: Any
-    blocks: Any
+    rows: Any
     source: Any
     seeds: Any
     members: Any
@@ -97,9 +95,8 @@ class AdmissionBuilder(NamedTuple):
     """Makes admissions on the host.
 
     Attributes:
-      block: B, rows that share a prompt.
-      blocks: M, blocks of the batch.
-      max_blocks: D, the most blocks in one admission, a power of two.
+      slots: S, rows of the batch.
+      max_rows: D, the most rows in one admission, a power of two.
       max_prompts: the most prompts in one admission.
       widths: of prompts, ascending, tokens.
       stop_width: K, the most stop tokens of a row.
@@ -107,9 +104,8 @@ class AdmissionBuilder(NamedTuple):
       vocab_size: V where rows may have a bias, else 0.
     """
 
-    block: int
-    blocks: int
-    max_blocks: int
+    slots: int
+    max_rows: int
     max_prompts: int
     widths: tuple[int, ...]
     stop_width: int
@@ -117,58 +113,48 @@ class AdmissionBuilder(NamedTuple):
     vocab_size: int
 
     def split(self, starts: Mapping[int, RowStart]) -> list[dict[int, RowStart]]:
-        """The rows of each admission: complete blocks; all rows of a prompt together if they fit.
-
-        Args:
-          starts: by row. Rows of one block have the same prompt.
-        """
-        of_prompt: dict[tuple[int, ...], dict[int, dict[int, RowStart]]] = {}
+        """The rows of each admission; all rows of a prompt together if they fit."""
+        of_prompt: dict[tuple[int, ...], dict[int, RowStart]] = {}
         for row, start in starts.items():
             # Grouped by prompt first, so that a prompt is computed once an admission, not once a
-            # block.
-            block = of_prompt.setdefault(start.tokens, {}).setdefault(row // self.block, {})
-            block[row] = start
+            # row.
+            of_prompt.setdefault(start.tokens, {})[row] = start
         parts: list[dict[int, RowStart]] = []
-        blocks = prompts = 0
-        for of_block in of_prompt.values():
+        prompts = 0
+        for rows in of_prompt.values():
             prompts += 1
-            for rows in of_block.values():
+            for row, start in rows.items():
                 # A prompt cut in two by the limit is computed twice, which is cheaper than a wider
                 # program for every admission.
-                if not parts or blocks == self.max_blocks or prompts > self.max_prompts:
+                if not parts or len(parts[-1]) == self.max_rows or prompts > self.max_prompts:
                     parts.append({})
-                    blocks, prompts = 0, 1
-                parts[-1].update(rows)
-                blocks += 1
+                    prompts = 1
+                parts[-1][row] = start
         return parts
 
     def build(self, starts: Mapping[int, RowStart]) -> Admission:
         """The admission of some rows, one of the parts that ``split`` returns."""
-        # Each once, in order: a prompt's place among those computed, a block's in the admission.
-        prompts = _numbered(start.tokens for start in starts.values())
-        places = _numbered(row // self.block for row in starts)
+        # Each once, in order: a prompt's place among those computed.
+        distinct = dict.fromkeys(start.tokens for start in starts.values())
+        prompts = {tokens: i for i, tokens in enumerate(distinct)}
+        # Rows beyond the batch are written nowhere, so one shape serves any number of rows.
+        unused = self.max_rows - len(starts)
+        rows = [*starts, *[self.slots] * unused]
+        source = [*(prompts[start.tokens] for start in starts.values()), *[0] * unused]
         # A limit of 0 tokens: the slot is stopped as soon as it is written.
-        unused = RowStart(tokens=(), seed=0, member=0, limit=0)
-        rows = [unused] * (self.max_blocks * self.block)
-        source = np.zeros(self.max_blocks, np.int32)
-        for row, start in starts.items():
-            place = places[row // self.block]
-            rows[place * self.block + row % self.block] = start
-            source[place] = prompts[start.tokens]
-        # Blocks beyond the batch are written nowhere, so one shape serves any number of blocks.
-        blocks = np.full(self.max_blocks, self.blocks, np.int32)
-        blocks[: len(places)] = list(places)
+        none = RowStart(tokens=(), seed=0, member=0, limit=0)
+        padded = [*starts.values(), *[none] * unused]
         tokens, lengths = self._prompts(list(prompts))
-        settings = [start.sampling or self.sampling for start in rows]
+        settings = [start.sampling or self.sampling for start in padded]
         return Admission(
             tokens=tokens,
             lengths=lengths,
-            blocks=blocks,
-            source=source,
+            rows=np.array(rows, np.int32),
+            source=np.array(source, np.int32),
             # Two words, as JAX has no 64-bit integers by default.
-            seeds=np.array([divmod(start.seed, 2**32) for start in rows], np.uint32),
-            members=np.array([start.member for start in rows], np.int32),
-            limits=np.array([start.limit for start in rows], np.int32),
+            seeds=np.array([divmod(start.seed, 2**32) for start in padded], np.uint32),
+            members=np.array([start.member for start in padded], np.int32),
+            limits=np.array([start.limit for start in padded], np.int32),
             stops=np.stack([self._stops(each) for each in settings]),
             sampling_params=self._sampling_params(settings),
         )
@@ -209,8 +195,3 @@ class AdmissionBuilder(NamedTuple):
             none = np.zeros(self.vocab_size, np.float32)
             bias = np.stack([none if r.bias is None else r.bias for r in rows])
         return SamplingParams(**numbers, bias=bias)
-
-
-def _numbered(values: Iterable[T]) -> dict[T, int]:
-    """The number of each distinct value, in the order of their first occurrence."""
-    return {value: i for i, value in enumerate(dict.fromkeys(values))}

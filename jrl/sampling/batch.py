@@ -13,20 +13,28 @@ from flax import struct
 
 from jrl.models import gpu
 from jrl.sampling.admission import Admission
-from jrl.sampling.cache import put_prefixes, rows_of
+from jrl.sampling.cache import put_prefixes, rows_of, share
 from jrl.sampling.params import SamplingParams
 from jrl.sampling.report import TokenReport
-from jrl.sampling.slots import IdleLimit, Measure, Slots, decode, pieces_of, prefill, refresh
+from jrl.sampling.slots import (
+    IdleLimit,
+    Measure,
+    Slots,
+    decode,
+    prefill,
+    refresh,
+    start,
+)
 from jrl.sampling.suspend import extend_rows, fork_row, put_rows, take_rows
-from jrl.types import Array, Cache, Network, Stack, StopReason
+from jrl.types import Array, Network, Stack, StopReason
 
 
 class DecodeBatch(struct.PyTreeNode):
     """Slots of unrelated rows, on the device; also, with S = 1, a row that has left its slot.
 
     Attributes:
-      slots: S rows, in blocks of B that share a prefix.
-      prompts: [M, P] int32, the prompt of each block.
+      slots: S rows, each with its prompt as its prefix.
+      prompts: [S, P] int32, the prompt of each row.
       stops: [S, K] int32, the tokens that end each row, padded with -1.
     """
 
@@ -87,8 +95,7 @@ def empty_batch(
     weights: Any,
     *,
     network: Network,
-    blocks: int,
-    block: int,
+    rows: int,
     prompt_tokens: int,
     max_new_tokens: int,
     stop_width: int,
@@ -96,11 +103,11 @@ def empty_batch(
     measured: bool = False,
 ) -> DecodeBatch:
     """An idle batch of the sizes of ``Rows``."""
-    s, t = blocks * block, max_new_tokens
-    # Own columns and prompts apart: a block's rows read one copy of their prompt.
-    pieces = network.init_cache(s, t, weights, pieces_of(t)).rows
-    prefix = network.init_cache(blocks, prompt_tokens, weights).rows
+    s, t = rows, max_new_tokens
     zeros = jnp.zeros(s, jnp.int32)
+    # Own columns and prompts apart: an admission replaces a prompt alone.
+    prompts = network.init_cache(s, prompt_tokens, weights)
+    cache = share(prompts, zeros, 1, network=network, weights=weights, length=t)
     sampling_params = SamplingParams(
         temperature=jnp.ones(s, jnp.float32),
         top_k=zeros,
@@ -108,51 +115,37 @@ def empty_batch(
         min_p=jnp.zeros(s, jnp.float32),
         bias=jnp.zeros((s, network.vocab_size), jnp.float32) if biases else None,
     )
-    slots = Slots(
-        cache=Cache(rows=pieces, prefix=prefix, prefix_lengths=jnp.zeros(blocks, jnp.int32)),
-        pending=zeros,
-        prompt_lengths=zeros + 1,
-        lengths=zeros,
-        limits=zeros,
-        tokens=jnp.zeros((s, t), jnp.int32),
-        mask=jnp.zeros((s, t), bool),
-        logprobs=jnp.zeros((s, t), jnp.float32),
-        versions=jnp.full((s, t), -1, jnp.int32),
-        # Any reason but RUNNING makes a slot free.
-        stop=jnp.full(s, jnp.int32(StopReason.LENGTH)),
-        keys=jax.random.split(jax.random.key(0), s),
-        sampling_params=sampling_params,
-        # Decided once: a leaf that appears later would be another program.
-        measured=jnp.zeros((s, t), jnp.float32) if measured else None,
-    )
-    prompts = jnp.zeros((blocks, prompt_tokens), jnp.int32)
-    return DecodeBatch(slots, prompts, jnp.full((s, stop_width), -1, jnp.int32))
+    keys = jax.random.split(jax.random.key(0), s)
+    # Without room for a token every slot has stopped, and so is free.
+    slots = start(cache, zeros[:, None], zeros + 1, keys, sampling_params, zeros, max_new_tokens=t)
+    # Decided once: a leaf that appears later would be another program.
+    slots = slots.replace(measured=jnp.zeros((s, t), jnp.float32) if measured else None)
+    tokens = jnp.zeros((s, prompt_tokens), jnp.int32)
+    return DecodeBatch(slots, tokens, jnp.full((s, stop_width), -1, jnp.int32))
 
 
 def admit(weights: Any, batch: DecodeBatch, new: Admission, *, network: Network) -> DecodeBatch:
-    """The batch with new rows in some blocks, whose old rows are dropped; ``batch`` is donated."""
+    """The batch with new rows in place of old ones; ``batch`` is donated."""
     slots, width = batch.slots, new.tokens.shape[1]
-    block = slots.pending.shape[0] // batch.prompts.shape[0]
-    # Once a prompt, whatever the number of its blocks; `source` spreads the result.
+    # Once a prompt, whatever the number of its rows; `source` spreads the result.
     store = prefill(weights, new.tokens, new.lengths, network=network)
     lengths = jnp.asarray(new.lengths)[new.source]
     tokens = jnp.asarray(new.tokens)[new.source]
     last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0]
-    # Of unused blocks these are beyond the batch, where mode="drop" writes nothing.
-    rows = (new.blocks[:, None] * block + jnp.arange(block)[None]).reshape(-1)
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(new.seeds), new.members)
 
     def put(old: Array, x: Any) -> Array:
-        return old.at[rows].set(x, mode="drop")
+        # Unused rows are beyond the batch, where nothing is written.
+        return old.at[new.rows].set(x, mode="drop")
 
     # Tokens, log-probabilities and own cache columns stay as they are: nothing past a row's length
     # is read, and writing [rows, T] zeros would cost more than the rest of the admission.
     fresh = slots.replace(
         cache=put_prefixes(
-            slots.cache, new.blocks, rows_of(store, jnp.asarray(new.source)), lengths - 1
+            slots.cache, new.rows, rows_of(store, jnp.asarray(new.source)), lengths - 1
         ),
-        pending=put(slots.pending, jnp.repeat(last, block)),
-        prompt_lengths=put(slots.prompt_lengths, jnp.repeat(lengths, block)),
+        pending=put(slots.pending, last),
+        prompt_lengths=put(slots.prompt_lengths, lengths),
         lengths=put(slots.lengths, 0),
         limits=put(slots.limits, new.limits),
         mask=put(slots.mask, False),
@@ -163,7 +156,7 @@ def admit(weights: Any, batch: DecodeBatch, new: Admission, *, network: Network)
     )
     return DecodeBatch(
         fresh,
-        batch.prompts.at[new.blocks, :width].set(tokens, mode="drop"),
+        batch.prompts.at[new.rows, :width].set(tokens, mode="drop"),
         put(batch.stops, new.stops),
     )
 
@@ -263,9 +256,7 @@ def _masked(bias: Array, masks: Array) -> Array:
 
 def recompute(weights: Any, batch: DecodeBatch, *, network: Network) -> DecodeBatch:
     """The batch with its cache recomputed from the tokens, under other weights."""
-    block = batch.slots.pending.shape[0] // batch.prompts.shape[0]
-    prompts = jnp.repeat(batch.prompts, block, axis=0)
-    return batch.replace(slots=refresh(weights, batch.slots, prompts, network=network))
+    return batch.replace(slots=refresh(weights, batch.slots, batch.prompts, network=network))
 
 
 # ---------------------------------------------------------------- single rows
@@ -287,7 +278,7 @@ def extend(
 
 
 def suspend(batch: DecodeBatch, rows: Array) -> DecodeBatch:
-    """Copies of some rows [m], for ``resume``; each row has a block of its own."""
+    """Copies of some rows [m], for ``resume``."""
     take = lambda x: jnp.take(x, rows, axis=0, mode="clip")  # noqa: E731
     return DecodeBatch(take_rows(batch.slots, rows), take(batch.prompts), take(batch.stops))
 

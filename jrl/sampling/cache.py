@@ -14,6 +14,15 @@ import jax.numpy as jnp
 
 from jrl.types import Array, Cache, Network
 
+_PIECE, _MOST_PIECES = 64, 8
+"""Least tokens in a piece of the cache and most pieces; every piece is a few operations more."""
+
+
+def pieces_of(max_new_tokens: int) -> int:
+    """Pieces that the cache of completions is kept in: those not reached yet are not read."""
+    # Each piece is a branch of the step: more of them save fewer reads than the branches cost.
+    return min(max(max_new_tokens // _PIECE, 1), _MOST_PIECES)
+
 
 def share(
     cache: Cache,
@@ -23,7 +32,6 @@ def share(
     network: Network,
     weights: Any,
     length: int,
-    pieces: int = 1,
 ) -> Cache:
     """Rows that continue the rows of another cache, ``members`` of them each, without copying it.
 
@@ -34,14 +42,14 @@ def share(
       network: the policy.
       weights: as ``network.prepare`` returns them.
       length: tokens that each new row has room for.
-      pieces: how many pieces the room is divided into.
 
     Returns:
       M * members rows.
     """
     assert cache.prefix is None, "a shared past is stored once, not on top of another"
     # Only the new rows' own columns are allocated; the prefix is the other cache itself.
-    empty = network.init_cache(lengths.shape[0] * members, length, weights, pieces)
+    rows = lengths.shape[0] * members
+    empty = network.init_cache(rows, length, weights, pieces_of(length))
     return Cache(rows=empty.rows, prefix=cache.rows, prefix_lengths=lengths.astype(jnp.int32))
 
 
@@ -71,17 +79,6 @@ def take(cache: Cache, source: Array) -> Cache:
         prefix=pick(cache.prefix, blocks),
         prefix_lengths=jnp.take(cache.prefix_lengths, blocks),
     )
-
-
-def take_within(cache: Cache, source: Array) -> Cache:
-    """``take`` of rows that stay in their blocks, which continue to share their prefixes.
-
-    Args:
-      cache: S rows in M blocks.
-      source: [S'] int32; rows m * S' / M .. (m + 1) * S' / M - 1 name rows of block m.
-    """
-    # The prefixes stay where they are: with long prompts they are most of the cache.
-    return cache.replace(rows=pick(cache.rows, source))
 
 
 def put_prefixes(cache: Cache, blocks: Array, other: Cache, lengths: Array) -> Cache:

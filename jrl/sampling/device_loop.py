@@ -1,7 +1,7 @@
 """The device loop: rows of a whole batch, of one turn or several, in one program.
 
-Where rows outnumber slots, or the last ones move into smaller states, they go through
-``sampling.queue``; else one loop decodes all of them. Completions are rows of one turn
+Rows go through ``sampling.queue``, which is one decode loop where each has a slot to the end.
+Completions are rows of one turn
 (``sampling.generate``), episodes rows of several (``episodes.device_play``), and the members of a
 tree (``sampling.tree``) share what is here of devices and records.
 """
@@ -15,16 +15,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jrl.mesh import constrain, divided, free_axes, lone_axes
 from jrl.models import gpu
-from jrl.sampling.cache import rows_of
+from jrl.sampling.cache import rows_of, share
 from jrl.sampling.queue import Queue, Results, finish
 from jrl.sampling.sequences import Prompts, SamplerInputs, Sequences, fresh_rows, sequences_of
 from jrl.sampling.slot_sizes import SlotPlan, SlotSizes, shrinking_pays, slot_sizes
-from jrl.sampling.slots import Slots, decode, pieces_of, start
-from jrl.types import Array, Cache, Network, Rollout, RoutingRecord, StopReason
+from jrl.sampling.slots import Slots, decode, start
+from jrl.types import Array, Network, Rollout, RoutingRecord, StopReason
 
 
 class Turns(NamedTuple):
@@ -100,7 +101,6 @@ def sizes_on(
     parts: int, prompts: Prompts, plan: SlotPlan, width: int, stop_tokens: Sequence[int]
 ) -> SlotSizes:
     """The sizes of each of the ``parts`` that devices divide the prompts into."""
-    assert prompts.members is not None
     n, group = prompts.members.number.shape
     # By default decided by the shapes, not by timings: the programs of a run do not depend on the
     # machine's load.
@@ -185,14 +185,6 @@ def _advance_turns(
 
     with jax.named_scope("turns"):
         return jax.lax.while_loop(more, one, (jnp.int32(0), queue))[1]
-
-
-def results_of(rows: Slots, sequences: Sequences, network: Network) -> tuple[Results, Array | None]:
-    """The results of rows that had a slot each, and the record of their prompts' routing."""
-    recorded = network.extras.recorded
-    experts = None if recorded is None else recorded(rows.cache.rows)
-    routing = None if recorded is None else recorded(sequences.prompts.rows)
-    return Results(rows.tokens, rows.logprobs, rows.lengths, rows.stop, experts), routing
 
 
 def turn_ended(queue: Queue) -> Array:
@@ -294,39 +286,19 @@ def fill_slots(
     sequences: Sequences, sizes: SlotSizes, *, network: Network, weights: Any, width: int
 ) -> Queue:
     """The first sequences in their slots."""
-    n, rows, s = sequences.last.shape[0], sequences.keys.shape[0], sizes.slots
-    group, index = rows // n, jnp.arange(s, dtype=jnp.int32)
-    fresh = fresh_rows(sequences, index)
-    prompts, lengths = sequences.prompts, sequences.prompt_lengths
-    # One prefix a block: its rows read the keys and values of their prompt together.
-    if (s, sizes.block) != (rows, group):
-        first = index[:: sizes.block] // group
-        prompts, lengths = rows_of(prompts, first), lengths[first]
-    # Own columns for the slots alone: waiting sequences have no cache.
-    empty = network.init_cache(s, width, weights, pieces_of(width))
-    cache = Cache(empty.rows, prompts.rows, (lengths - 1).astype(jnp.int32))
-    slots = start(
-        cache,
-        fresh["pending"][:, None],
-        jnp.ones_like(index),
-        fresh["keys"],
-        fresh["sampling_params"],
-        jnp.full(s, width, jnp.int32),
-        max_new_tokens=width,
+    rows, s = sequences.keys.shape[0], sizes.slots
+    index = np.arange(s, dtype=np.int32)
+    slots = first_slots(
+        sequences, index, sizes.block, network=network, weights=weights, width=width
     )
-    # Where all start at once and none takes another's place, all stay at the same column.
-    starts = {name: fresh[name] for name in ("prompt_lengths", "stop", "limits") if name in fresh}
-    slots = slots.replace(**starts, aligned=s == rows)
-    # New arrays are divided by rows like the cache, or each would be sent to all devices.
-    arrays = slots.replace(cache=None, sampling_params=None, keys=None)
-    arrays = jax.tree.map(by_row, arrays)
     experts = None
     if (recorded := network.extras.recorded) is not None:
-        shape = jax.eval_shape(recorded, empty.rows)
+        shape = jax.eval_shape(recorded, slots.cache.rows)
         experts = by_row(jnp.full((rows, *shape.shape[1:]), -1, shape.dtype))
     return Queue(
-        slots=arrays.replace(cache=cache, sampling_params=slots.sampling_params, keys=slots.keys),
-        index=index,
+        # Where all start at once and none takes another's place, all stay at the same column.
+        slots=slots.replace(aligned=s == rows),
+        index=jnp.asarray(index),
         waiting=jnp.int32(s),
         results=Results(
             tokens=by_row(jnp.zeros((rows, width), jnp.int32)),
@@ -336,6 +308,50 @@ def fill_slots(
             experts=experts,
         ),
         steps=jnp.int32(0),
+    )
+
+
+def first_slots(
+    sequences: Sequences,
+    index: np.ndarray,
+    block: int,
+    *,
+    network: Network,
+    weights: Any,
+    width: int,
+) -> Slots:
+    """Slots of some sequences, before their first token.
+
+    Args:
+      sequences: G members of each of N prompts.
+      index: [S] int32, which of them, a constant.
+      block: neighbours in ``index`` that are members of one prompt, whose cache they share.
+      network: the policy.
+      weights: as ``network.prepare`` returns them.
+      width: T.
+    """
+    prompts, lengths = sequences.prompts, sequences.prompt_lengths
+    # One prefix a block: its rows read the keys and values of their prompt together.
+    first = index[::block] // (sequences.keys.shape[0] // lengths.shape[0])
+    if not np.array_equal(first, np.arange(lengths.shape[0])):
+        prompts, lengths = rows_of(prompts, jnp.asarray(first)), lengths[first]
+    # Own columns for the slots alone: waiting sequences have no cache.
+    cache = share(prompts, lengths - 1, block, network=network, weights=weights, length=width)
+    fresh = fresh_rows(sequences, jnp.asarray(index))
+    slots = start(
+        cache,
+        fresh["pending"][:, None],
+        jnp.ones(len(index), jnp.int32),
+        fresh["keys"],
+        fresh["sampling_params"],
+        jnp.full(len(index), width, jnp.int32),
+        max_new_tokens=width,
+    )
+    starts = {name: fresh[name] for name in ("prompt_lengths", "stop", "limits") if name in fresh}
+    # New arrays are divided by rows like the cache, or each would be sent to all devices.
+    arrays = slots.replace(**starts, cache=None, sampling_params=None, keys=None)
+    return jax.tree.map(by_row, arrays).replace(
+        cache=cache, sampling_params=slots.sampling_params, keys=slots.keys
     )
 
 

@@ -57,8 +57,6 @@ class Engine:
       tokenizer: for texts and stop strings; None where neither is needed.
       chunk: decode steps between two returns to the host; None measures and chooses, see
         ``chunk_length``. It changes no completion.
-      block: slots that share the cache of one prompt and are filled together; divides ``slots``.
-        A group of completions reads its prompt once a block.
       requests: what they may ask for, and how many may wait.
       version: of the parameters, recorded with each token.
 
@@ -84,7 +82,6 @@ class Engine:
         stop_tokens: Sequence[int],
         tokenizer: Tokenizer | None = None,
         chunk: int | None = None,
-        block: int = 1,
         requests: RequestFeatures = PLAIN_REQUESTS,
         version: int = 0,
     ) -> None:
@@ -95,7 +92,7 @@ class Engine:
         check_length(network, 1, max_new_tokens)
         grammars = requests.grammars
         self._tokenizer, self._grammars = tokenizer, grammars
-        self._block, self._chunk, self._queue_limit = block, chunk, requests.queue
+        self._chunk, self._queue_limit = chunk, requests.queue
         self.chunk_length = ChunkLength()
         # At least one token has to fit after the longest prompt.
         prompt_tokens = min(prompt_tokens, network.max_length - 1)
@@ -118,7 +115,6 @@ class Engine:
             stop_tokens=stop_tokens,
             chunk=chunk or LENGTHS[-1],
             options=RowOptions(
-                block=block,
                 prompts=slots,
                 # A request's own limits keep it within the network, see ``new_tokens``.
                 total_tokens=network.max_length,
@@ -168,11 +164,6 @@ class Engine:
                 self._leave(row, StopReason.ABORTED)
 
     @property
-    def queued(self) -> int:
-        """Completions waiting for a slot."""
-        return len(self._waiting)
-
-    @property
     def running(self) -> int:
         """Completions in slots."""
         return sum(member is not None for member in self._members)
@@ -186,16 +177,6 @@ class Engine:
     def version(self) -> int:
         """The version of the parameters in use."""
         return self.rows.version
-
-    @property
-    def weights(self) -> Any:
-        """The policy's weights, as ``network.prepare`` returned them."""
-        return self.rows.weights
-
-    @property
-    def slot_use(self) -> float:
-        """The fraction of slot-steps that sampled a token."""
-        return self.live_steps / max(self.slot_steps, 1)
 
     # ------------------------------------------------------------ decoding
 
@@ -280,23 +261,12 @@ class Engine:
     # ------------------------------------------------------------ admission
 
     def _fill(self) -> None:
-        """Admits waiting completions into free blocks, a few blocks at a time."""
-        b = self._block
-        free = [
-            i
-            for i in range(len(self._members) // b)
-            if all(self._members[i * b + j] is None for j in range(b))
-        ]
+        """Admits waiting completions into free rows."""
         starts: dict[int, RowStart] = {}
-        for block in free:
-            if not self._waiting:
-                break
-            # A block's rows share one prompt, so what stays free of it waits for the next request.
-            number = self._waiting[0].number
-            for row in range(block * b, (block + 1) * b):
-                if self._waiting and self._waiting[0].number == number:
-                    self._members[row] = member = self._waiting.popleft()
-                    starts[row] = self._start(member)
+        for row, running in enumerate(self._members):
+            if running is None and self._waiting:
+                self._members[row] = member = self._waiting.popleft()
+                starts[row] = self._start(member)
         self.rows.admit(starts)
 
     def _start(self, member: PartialCompletion) -> RowStart:

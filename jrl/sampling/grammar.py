@@ -28,6 +28,17 @@ from jrl.models.file_tokenizer import FileTokenizer
 from jrl.models.tokenizer import Tokenizer
 from jrl.system.extras import need
 
+_WORDS = {
+    r"^Unimplemented keys: \[(.*)\]$": r"decoding cannot follow the schema's \1; remove it",
+    r"^Unknown format: (.*)$": r"decoding cannot follow the schema's format = '\1'; remove it",
+    r"^NoExtensionBias$|^circular references with sibling keys .*": (
+        "the schema refers to nothing but itself; give it a type"
+    ),
+    r"^Failed to generate regex for (\w+) range: (.*)": (
+        r"decoding cannot follow the schema's bounds of \1 (\2); remove or narrow them"
+    ),
+}
+"""Messages of llguidance that do not say what to do, and what stands in their place."""
 _REMEMBERED = 64
 """Compiled grammars that are kept; clients repeat their schemas."""
 
@@ -197,4 +208,7 @@ def _plain(problem: str) -> str:
     """Llguidance's message in one line, without its excerpt of the grammar."""
     problem = re.sub(r"(\n +\d+ \||<state>).*", "", problem, flags=re.DOTALL)
     problem = re.sub(r"^at \d+\(\d+\): ", "", " ".join(problem.split()))
-    return problem.removeprefix("failed to compile JSON schema: ")[:300]
+    problem = problem.removeprefix("failed to compile JSON schema: ")
+    for pattern, words in _WORDS.items():
+        problem = re.sub(pattern, words, problem)
+    return problem[:300]

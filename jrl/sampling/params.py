@@ -263,15 +263,10 @@ def _sum(x: Array) -> Array:
     return x.reshape(x.shape[0], -1, _SUMMED).sum(1).sum(1)
 
 
-def _column(x: Array, like: Array) -> Array:
-    """``x`` ([] or [B]) shaped to broadcast against ``like`` [B, V]."""
-    x = jnp.asarray(x)
-    return jnp.broadcast_to(x, like.shape[:1])[:, None]
-
-
 def scaled_logits(logits: Array, sampling_params: SamplingParams) -> tuple[Array, Array]:
     """Logits over temperature [B, V], and which rows are greedy [B, 1]."""
-    temperature = _column(sampling_params.temperature, logits)
+    temperature = jnp.asarray(sampling_params.temperature)
+    temperature = jnp.broadcast_to(temperature, logits.shape[:1])[:, None]
     greedy = temperature <= 0
     return _biased(logits, sampling_params) / jnp.where(greedy, 1.0, temperature), greedy
 

@@ -89,6 +89,8 @@ def finish(
     if slots == rows:
         # As many slots as sequences: nothing waits, so no refill is compiled.
         queue = advance(queue, width, first)
+        if not smaller:
+            return queue.replace(results=_results(queue.slots, recorded))  # none left its slot
     else:
 
         def chunked(queue: Queue) -> Queue:
@@ -109,22 +111,25 @@ def finish(
     return _hand_over(queue, recorded)
 
 
+def _results(slots: Slots, recorded: Recorded) -> Results:
+    """The results of sequences that are all in their slots, in order."""
+    experts = None if recorded is None else recorded(slots.cache.rows)
+    return Results(slots.tokens, slots.logprobs, slots.lengths, slots.stop, experts)
+
+
 def _hand_over(queue: Queue, recorded: Recorded, rows: Array | None = None) -> Queue:
     """The queue with some or all slots written to their sequences' results."""
     slots, results = queue.slots, queue.results
+    chosen = (lambda x: x) if rows is None else (lambda x: x[rows])
+    index = chosen(queue.index)
 
     def put(out: Array, new: Array) -> Array:
-        index = queue.index
-        if rows is not None:
-            index, new = index[rows], new[rows]
-        return out.at[index].set(new, mode="drop")
+        return out.at[index].set(chosen(new), mode="drop")
 
     # The record of routing lies in the cache, and goes with the slot's next sequence.
     experts = results.experts
     if recorded is not None and experts is not None:
-        caches = slots.cache.rows
-        caches = caches if rows is None else jax.tree.map(lambda x: x[rows], caches)
-        index = queue.index if rows is None else queue.index[rows]
+        caches = jax.tree.map(chosen, slots.cache.rows)
         experts = experts.at[index].set(recorded(caches), mode="drop")
     return queue.replace(
         results=Results(

@@ -28,10 +28,10 @@ from jrl.sampling.batch import ChunkInputs, ChunkOutput, DecodeBatch
 from jrl.sampling.grammar import no_mask
 from jrl.sampling.row_costs import RowCosts, Timings
 from jrl.sampling.slots import IdleLimit, Measure, check_length
-from jrl.types import Network, Params, StopReason
+from jrl.types import Network, Params, Stack, StopReason
 
-_MAX_BLOCKS = 8
-"""The most blocks of one admission; more take several."""
+_MOST_ADMITTED = 8
+"""The most rows of one admission; more take several."""
 _EXTENDED = 4
 """Rows that are extended in one call, if there are as many slots.
 
@@ -56,8 +56,6 @@ class RowOptions(NamedTuple):
     """Options of rows in a server of requests; episodes and searches use none.
 
     Attributes:
-      block: rows that share the cache of one prompt and are filled together; divides the slots.
-        Rows can be extended, suspended and forked only where it is 1.
       prompts: the most prompts computed together. More cost less time, but then a row's rounding
         depends on the prompts that came with its own.
       total_tokens: the longest row, prompt included, that is ever admitted; None for the sum of
@@ -69,7 +67,6 @@ class RowOptions(NamedTuple):
         reports, which costs nothing.
     """
 
-    block: int = 1
     prompts: int = 1
     total_tokens: int | None = None
     stop_width: int = 0
@@ -125,11 +122,8 @@ class Rows:
         row_policies: bool = False,
         options: RowOptions = PLAIN_ROWS,
     ) -> None:
-        block, biases, top_logprobs = options.block, options.biases, options.top_logprobs
-        if block < 1 or slots < 1 or slots % block:
-            raise UserError(
-                f"slots = {slots}; must be a multiple of block = {block}, both at least 1"
-            )
+        if slots < 1:
+            raise UserError(f"slots = {slots}; must be at least 1")
         total = options.total_tokens or prompt_tokens + max_new_tokens
         check_length(network, total - max_new_tokens, max_new_tokens)
         # The network is bound when a chunk is traced; until then any policy of several gives the
@@ -139,36 +133,44 @@ class Rows:
             network = stack.speaking(jnp.zeros(1, jnp.int32))
         self.slots, self.prompt_tokens, self.max_new_tokens = slots, prompt_tokens, max_new_tokens
         self.version, self.costs = 0, RowCosts(slots)
-        self._block, self._chunk, self._suspended = block, chunk, suspended
-        self._reports = top_logprobs is not None
-        self._no_mask = no_mask(slots, network.vocab_size) if options.masks and biases else None
+        self._chunk, self._suspended = chunk, suspended
+        self._reports = options.top_logprobs is not None
+        masks = options.masks and options.biases
+        self._no_mask = no_mask(slots, network.vocab_size) if masks else None
         prompt_widths, text_widths = widths(prompt_tokens), widths(max_new_tokens)
         self._widths = tuple(sorted({*text_widths, min(_MIN_EXTENSION, text_widths[0])}))
         # A power of two, so that the shapes of admissions are few. Every admission has this many
-        # blocks: an unused one costs a masked write, another shape would cost a compilation.
-        max_blocks = 1 << (min(_MAX_BLOCKS, slots // block).bit_length() - 1)
+        # rows: an unused one costs a masked write, another shape would cost a compilation.
+        max_rows = 1 << (min(_MOST_ADMITTED, slots).bit_length() - 1)
         self._builder = AdmissionBuilder(
-            block=block,
-            blocks=slots // block,
-            max_blocks=max_blocks,
-            max_prompts=min(options.prompts, max_blocks),
+            slots=slots,
+            max_rows=max_rows,
+            max_prompts=min(options.prompts, max_rows),
             widths=prompt_widths,
             stop_width=max(options.stop_width, len(stop_tokens)),
             sampling=RowSampling(**sampling or {}, stop_tokens=tuple(stop_tokens)),
-            vocab_size=network.vocab_size if biases else 0,
+            vocab_size=network.vocab_size if options.biases else 0,
         )
+        self._bind(network, stack, measure, options)
+        self._weights: Any = None
+        self._batch: DecodeBatch | None = None
+        self._halted = np.full(slots, StopReason.RUNNING, np.int32)
+
+    def _bind(
+        self, network: Network, stack: Stack | None, measure: Measure | None, options: RowOptions
+    ) -> None:
+        """The programs over the batch, each compiled when it first runs."""
         bind = functools.partial
         self._prepare = jax.jit(network.prepare)
         self._make = jax.jit(
             bind(
                 programs.empty_batch,
                 network=network,
-                blocks=slots // block,
-                block=block,
-                prompt_tokens=prompt_tokens,
-                max_new_tokens=max_new_tokens,
+                rows=self.slots,
+                prompt_tokens=self.prompt_tokens,
+                max_new_tokens=self.max_new_tokens,
                 stop_width=self._builder.stop_width,
-                biases=biases,
+                biases=options.biases,
                 measured=measure is not None,
             )
         )
@@ -178,8 +180,8 @@ class Rows:
             bind(
                 programs.decode_chunk,
                 network=network,
-                width=chunk,
-                top=top_logprobs or 0,
+                width=self._chunk,
+                top=options.top_logprobs or 0,
                 measure=measure,
                 stack=stack,
             ),
@@ -193,9 +195,6 @@ class Rows:
         self._fork = jax.jit(bind(programs.fork))
         self._resume = jax.jit(bind(programs.resume), donate_argnums=0)
         self._resume_fork = jax.jit(bind(programs.resume_fork), donate_argnums=0)
-        self._weights: Any = None
-        self._batch: DecodeBatch | None = None
-        self._halted = np.full(slots, StopReason.RUNNING, np.int32)
 
     # ------------------------------------------------------------ weights
 
@@ -243,8 +242,7 @@ class Rows:
         """Begins rows, whatever they held; a prompt that several share is computed once.
 
         Args:
-          starts: by row. With blocks: rows of one block have one prompt, and the other rows of the
-            block end.
+          starts: by row.
 
         Returns:
           The prompts' tokens, each prompt counted as often as it was computed.
@@ -258,9 +256,7 @@ class Rows:
             shape = new.tokens.shape
             self._batch = self._timed(self.costs.reading, ("admit", *shape), new.tokens.size, admit)
             # A halt that was noted for the old row must not stop the new one.
-            for row in part:
-                first = row - row % self._block
-                self._halted[first : first + self._block] = StopReason.RUNNING
+            self._halted[list(part)] = StopReason.RUNNING
             computed += sum(map(len, {start.tokens for start in part.values()}))
         return computed
 

@@ -40,14 +40,14 @@ class Prompts(NamedTuple):
       tokens: [N, P] int32, from column 0.
       lengths: [N] int32, 1 to P.
       ids: [N] int32; a row's draws depend on (key, its prompt's id, its member's number) alone.
-      members: [N, G]; None in a tree, whose members have their numbers by the rounds they begin in.
+      members: [N, G].
       state: of an environment, any pytree of arrays with N rows; None without one.
     """
 
     tokens: Array
     lengths: Array
     ids: Array
-    members: Members | None = None
+    members: Members
     state: Any = None
 
 
@@ -85,11 +85,6 @@ def member_keys(key: Array, ids: Array, numbers: Array) -> Array:
     return jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(prompt_keys, numbers)
 
 
-def sequence_keys(key: Array, ids: Array, group: int) -> Array:
-    """[N, group] keys of the members 0 to ``group`` - 1."""
-    return member_keys(key, ids, first_members(ids.shape[0], group).number)
-
-
 class Sequences(struct.PyTreeNode):
     """B sequences to draw, and where their prompts are.
 
@@ -114,7 +109,6 @@ def sequences_of(inputs: SamplerInputs, network: Network) -> Sequences:
     """All members of some prompts, whose caches are computed here."""
     key, weights, prompts, sampling_params, *_ = inputs
     tokens, lengths, ids, members, _ = prompts
-    assert members is not None
     # A member's temperature may be 0 where the batch's is not.
     mixed = members.temperature is not None
     return Sequences(

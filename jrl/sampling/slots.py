@@ -19,13 +19,10 @@ from flax import struct
 from jrl.errors import UserError
 from jrl.models import gpu
 from jrl.models.decode import put_columns
-from jrl.sampling.cache import pick, share, take, take_within
+from jrl.sampling.cache import pick, share, take
 from jrl.sampling.params import SamplingParams, per_row, sample, sampling_logprobs
 from jrl.sampling.report import TokenReport
 from jrl.types import Array, Cache, Network, StopReason
-
-_PIECE, _MOST_PIECES = 64, 8
-"""Least tokens in a piece of the cache and most pieces; every piece is a few operations more."""
 
 
 class Slots(struct.PyTreeNode):
@@ -350,11 +347,11 @@ def fork(slots: Slots, source: Array, keys: Array, *, within: bool = False) -> S
       S' rows that share their past with their sources.
     """
     chex.assert_equal_shape([source, keys])
-    cache = (take_within if within else take)(slots.cache, source)
-    others = slots.replace(cache=None)
-    # The cache is taken apart from the rest, since only its prefix may stay shared.
-    picked = pick(others, source)
-    return picked.replace(keys=keys, cache=cache)
+    # The cache is taken apart from the rest: with long prompts its prefixes are most of it, and
+    # within their blocks they stay where they are.
+    cache = slots.cache
+    cache = cache.replace(rows=pick(cache.rows, source)) if within else take(cache, source)
+    return pick(slots.replace(cache=None), source).replace(keys=keys, cache=cache)
 
 
 def rewind(slots: Slots, lengths: Array, last: Array | None = None) -> Slots:
@@ -466,7 +463,6 @@ def refresh(weights: Any, slots: Slots, prompt_tokens: Array, *, network: Networ
             network=network,
             weights=weights,
             length=width,
-            pieces=pieces_of(width),
         )
         first = old.offsets()
     # Positions first .. first + width - 1 of each row: prompt, then completion.
@@ -478,12 +474,6 @@ def refresh(weights: Any, slots: Slots, prompt_tokens: Array, *, network: Networ
     live = positions < (slots.prompt_lengths + slots.lengths - 1)[:, None]
     _, cache = network.extend(weights, cache, tokens, positions, live)
     return slots.replace(cache=cache)
-
-
-def pieces_of(max_new_tokens: int) -> int:
-    """Pieces that the cache of completions is kept in: those not reached yet are not read."""
-    # Each piece is a branch of the step: more of them save fewer reads than the branches cost.
-    return min(max(max_new_tokens // _PIECE, 1), _MOST_PIECES)
 
 
 def check_length(network: Network, prompt_tokens: int, max_new_tokens: int) -> None:

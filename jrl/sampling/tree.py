@@ -15,25 +15,22 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jrl.errors import UserError, unknown_choice
-from jrl.sampling.cache import share
-from jrl.sampling.device_loop import as_rollout, by_row, on_own_prompts
+from jrl.sampling.device_loop import as_rollout, by_row, first_slots, on_own_prompts
 from jrl.sampling.params import SamplingParams
 from jrl.sampling.places import PLACES, branches
 from jrl.sampling.queue import Results
-from jrl.sampling.sequences import Prompts, SamplerInputs, sequence_keys
-from jrl.sampling.slots import (
-    Slots,
-    check_length,
-    decode,
-    fork,
-    pieces_of,
-    prefill,
-    rewind,
-    start,
+from jrl.sampling.sequences import (
+    Prompts,
+    SamplerInputs,
+    Sequences,
+    first_members,
+    sequences_of,
 )
-from jrl.types import Array, Branching, Cache, Network, Params, Rollout
+from jrl.sampling.slots import Slots, check_length, decode, fork, rewind
+from jrl.types import Array, Branching, Network, Params, Rollout
 
 
 class TreeRollout(NamedTuple):
@@ -138,7 +135,7 @@ def generate_tree(
     n, p = prompt_tokens.shape
     check_length(network, p, max_new_tokens)
     tree = tree._replace(branching=check_branching(*tree, slots))
-    prompts = Prompts(prompt_tokens, prompt_lengths, ids)
+    prompts = Prompts(prompt_tokens, prompt_lengths, ids, first_members(n, tree.group))
 
     def grow(parts: int) -> Callable[..., Any]:
         return partial(
@@ -217,24 +214,6 @@ def _grow_in_turn(inputs: SamplerInputs, *, at_once: int, **how: Any) -> _Trees:
     return results, sampled, owner, steps.sum()[None]
 
 
-class _Roots(NamedTuple):
-    """Initial state of the members of n groups.
-
-    Attributes:
-      prompts: the prompts' cache, n rows.
-      lengths: [n] int32, tokens of each prompt.
-      last: [n] int32, the last token of each prompt.
-      keys: [n, G] PRNG keys.
-      sampling_params: scalars.
-    """
-
-    prompts: Cache
-    lengths: Array
-    last: Array
-    keys: Array
-    sampling_params: SamplingParams
-
-
 def _grow(
     inputs: SamplerInputs,
     *,
@@ -244,27 +223,27 @@ def _grow(
     stop_tokens: Sequence[int],
 ) -> _Trees:
     """The trees of n prompts side by side; steps are []."""
-    key, weights, prompts, sampling_params, version, _ = inputs
-    prompt_tokens, prompt_lengths, ids, *_ = prompts
+    weights, sequences = inputs.weights, sequences_of(inputs, network)
     (branching, group), each = tree, tree.each
-    n, roots, measure = ids.shape[0], branching.roots, PLACES[branching.at]
-    root = _Roots(
-        prompts=prefill(weights, prompt_tokens, prompt_lengths, network=network),
-        lengths=prompt_lengths,
-        last=jnp.take_along_axis(prompt_tokens, prompt_lengths[:, None] - 1, axis=1)[:, 0],
-        keys=sequence_keys(key, ids, group),
-        sampling_params=sampling_params,
-    )
-    begin = partial(_begin, root, weights, width, network=network, measured=measure is not None)
+    n, roots, measure = sequences.last.shape[0], branching.roots, PLACES[branching.at]
     draw = partial(
         decode,
         weights,
-        version=version,
+        version=inputs.version,
         network=network,
         steps=width,
         stop_tokens=stop_tokens,
         measure=measure,
     )
+
+    def begin(count: int) -> Slots:
+        """Slots for the first ``count`` members of every group, before their first token."""
+        index = np.arange(n, dtype=np.int32)[:, None] * group + np.arange(count, dtype=np.int32)
+        slots = first_slots(
+            sequences, index.reshape(-1), count, network=network, weights=weights, width=width
+        )
+        measured = None if measure is None else by_row(jnp.zeros((n * count, width), jnp.float32))
+        return slots.replace(measured=measured, aligned=True)
 
     def one_round(number: Array, carry: tuple[Slots, Array, Array, Array]) -> Any:
         grown, owner, forks, steps = carry
@@ -272,7 +251,7 @@ def _grow(
         source, place, forks = branches(grown, forks, present, branching, each, group)
         # Only the new members decode: those that are there have ended, and would idle in their
         # slots.
-        new, count = draw(slots=_fork_members(grown, root, source, place, present))
+        new, count = draw(slots=_fork_members(grown, sequences, source, place, present))
         past = jnp.take_along_axis(owner, source[:, :, None], axis=1)
         owners = present + jnp.arange(each, dtype=jnp.int32)[None, :, None]
         owners = jnp.where(jnp.arange(width)[None, None] < place[:, :, None], past, owners)
@@ -291,54 +270,24 @@ def _grow(
     return results, grown.mask.reshape(n, group, width), owner, steps
 
 
-def _begin(
-    root: _Roots, weights: Any, width: int, count: int, *, network: Network, measured: bool
+def _fork_members(
+    tree: Slots, sequences: Sequences, source: Array, place: Array, first: Array
 ) -> Slots:
-    """Slots for the first ``count`` members of every group, before their first token."""
-    cache = share(
-        root.prompts,
-        root.lengths - 1,
-        count,
-        network=network,
-        weights=weights,
-        length=width,
-        pieces=pieces_of(width),
-    )
-    repeated = partial(jnp.repeat, repeats=count, axis=0)
-    rows = root.lengths.shape[0] * count
-    slots = start(
-        cache,
-        repeated(root.last)[:, None],
-        jnp.ones(rows, jnp.int32),
-        root.keys[:, :count].reshape(-1),
-        root.sampling_params,
-        jnp.full(rows, width, jnp.int32),
-        max_new_tokens=width,
-    )
-    numbers = jnp.zeros((rows, width), jnp.float32) if measured else None
-    slots = slots.replace(prompt_lengths=repeated(root.lengths), measured=numbers, aligned=True)
-    # New arrays are divided by rows like the cache, or each would be sent to all devices.
-    arrays = slots.replace(cache=None, sampling_params=None, keys=None)
-    return jax.tree.map(by_row, arrays).replace(
-        cache=cache, sampling_params=slots.sampling_params, keys=slots.keys
-    )
-
-
-def _fork_members(tree: Slots, root: _Roots, source: Array, place: Array, first: Array) -> Slots:
     """Slots of members that leave others, ready to decode.
 
     Args:
       tree: n * G rows.
-      root: what all members begin with.
+      sequences: what all members begin with.
       source: [n, k] int32, the members that are left.
       place: [n, k] int32, tokens that are shared.
       first: [] int32, the number of the first new member.
     """
     n, count = source.shape
-    rows = source + jnp.arange(n)[:, None] * root.keys.shape[1]
-    keys = jax.lax.dynamic_slice_in_dim(root.keys, first, count, axis=1)
+    all_keys = sequences.keys.reshape(n, -1)
+    rows = source + jnp.arange(n)[:, None] * all_keys.shape[1]
+    keys = jax.lax.dynamic_slice_in_dim(all_keys, first, count, axis=1)
     new = fork(tree, rows.reshape(-1), keys.reshape(-1), within=True)
-    new = rewind(new, place.reshape(-1), jnp.repeat(root.last, count))
+    new = rewind(new, place.reshape(-1), jnp.repeat(sequences.last, count))
     # What came before was drawn by another member, which is trained on it.
     return new.replace(
         mask=jnp.zeros_like(new.mask),

@@ -16,24 +16,19 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from jrl.episodes.parsers import Parser
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.grammar import Grammars
 from jrl.sampling.request import Completion, RequestLimits, Update
-from jrl.sampling.request import Request as EngineRequest
 from jrl.sampling.text import longest_text
+from jrl.serving.api_error import ApiError, Json
 from jrl.serving.openai_replies import ReplyChoice, reply_head, usage
-from jrl.serving.openai_requests import (
-    ApiError,
-    ApiRequest,
-    Json,
-    no_such_model,
-    parse,
-)
+from jrl.serving.openai_requests import ApiRequest, no_such_model, parse
 from jrl.serving.record import Recorder, read_reward, session_name
+from jrl.serving.worker import EngineWorker, Handle
 from jrl.system.json_text import TwoValues, one_value_each
 from jrl.types import StopReason
 
@@ -49,36 +44,9 @@ READ_SECONDS = 30.0
 RETRY_SECONDS = 1
 """When to try again after a full queue, as the reply says."""
 
-OnUpdate = Callable[[int, Update | Exception], None]
-"""Called with a member of a request and its update, or why it failed, from any thread."""
 OnCompleted = Callable[[int, Completion], None]
 """Called with the number of a choice that has ended and what was drawn, before the client is told.
 """
-
-
-class Sampler(Protocol):
-    """The engine as the server uses it; every method may be called from any thread."""
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The error that stopped the engine, or None."""
-        ...
-
-    def submit(self, request: EngineRequest, on_update: OnUpdate) -> Any:
-        """Queues a request; returns a handle.
-
-        Raises:
-          UserError: the engine cannot serve it.
-        """
-        ...
-
-    def abort(self, handle: Any) -> None:
-        """Ends the completions of a handle that still run, without further updates."""
-        ...
-
-    def close(self, seconds: float) -> None:
-        """Ends the engine, and waits for its thread for up to ``seconds``."""
-        ...
 
 
 class Job:
@@ -87,7 +55,7 @@ class Job:
     def __init__(
         self,
         request: ApiRequest,
-        sampler: Sampler,
+        sampler: EngineWorker,
         tokenizer: Tokenizer,
         on_completed: OnCompleted | None = None,
     ) -> None:
@@ -95,7 +63,7 @@ class Job:
         self.choices = [ReplyChoice(request, i, tokenizer) for i in range(request.total)]
         self._updates: asyncio.Queue[tuple[int, Update | Exception]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        self._handles: list[Any] = []
+        self._handles: list[Handle] = []
 
     def start(self) -> None:
         """Submits each prompt to the engine."""
@@ -170,7 +138,7 @@ class Service:
 
     def __init__(
         self,
-        sampler: Sampler,
+        sampler: EngineWorker,
         tokenizer: Tokenizer,
         limits: RequestLimits,
         *,

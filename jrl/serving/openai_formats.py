@@ -10,17 +10,14 @@ or JSON of the schema.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jrl.episodes.call_grammars import MOST_CALLS, call_rules, json_expression
 from jrl.errors import UserError
 from jrl.sampling.grammar import Grammars
+from jrl.serving.api_error import ApiError, Json
 from jrl.serving.openai_tools import Tools
-
-Json = dict[str, Any]
-Fail = Callable[[str, str], Exception]
-"""Makes the error reply from (message, name of the parameter)."""
 
 THOUGHT_END = "</think>"
 
@@ -29,7 +26,6 @@ def reply_grammar(
     body: Json,
     tools: Tools | None,
     grammars: Grammars | None,
-    fail: Fail,
     *,
     thinking: bool,
 ) -> str | None:
@@ -39,30 +35,28 @@ def reply_grammar(
       body: of the request.
       tools: that it offers.
       grammars: of the served model; None for a server without.
-      fail: see ``Fail``.
       thinking: whether the prompt ends inside a thought, which the grammar then leaves free.
 
     Raises:
-      What ``fail`` makes: a parameter is not what OpenAI's API takes, or the grammar cannot be
-      satisfied.
+      ApiError: a parameter is not what OpenAI's API takes, or the grammar cannot be satisfied.
     """
-    schema = _schema(body.get("response_format"), fail)
+    schema = _schema(body.get("response_format"))
     enforced = tools is not None and tools.enforced
     if schema is None and not enforced:
         return None
     param = "tool_choice" if enforced else "response_format"
     if grammars is None:
-        raise fail(
+        raise ApiError(
             f"{param} needs constrained decoding, which this server has not; its first line says"
             " why",
-            param,
+            param=param,
         )
     answer = schema if not enforced else None
     try:
         grammar = _grammar(tools, answer, grammars, thinking)
         grammars.check(grammar)
     except UserError as error:
-        raise fail(f"{param}: {error}", param) from None
+        raise ApiError(f"{param}: {error}", param=param) from None
     return grammar
 
 
@@ -84,26 +78,28 @@ def _grammar(tools: Tools | None, schema: Any, grammars: Grammars, thinking: boo
     return f"start: {thought}({' | '.join(options)})\n{rules}"
 
 
-def _schema(value: Any, fail: Fail) -> Any:
+def _schema(value: Any) -> Any:
     """The JSON schema of a ``response_format``; None for text."""
     where = "response_format"
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise fail(f'{where} must be an object with a "type"', where)
+        raise ApiError(f'{where} must be an object with a "type"', param=where)
     kind = value.get("type")
     if kind == "text":
         return None
     if kind == "json_object":
         return {"type": "object"}
     if kind != "json_schema":
-        raise fail(
+        raise ApiError(
             f"{where}.type = {kind!r:.40}; this server takes 'text', 'json_object' and"
             " 'json_schema'",
-            f"{where}.type",
+            param=f"{where}.type",
         )
     inside = value.get("json_schema")
     schema = inside.get("schema") if isinstance(inside, Mapping) else None
     if not isinstance(schema, Mapping):
-        raise fail(f"{where}.json_schema.schema must be an object", f"{where}.json_schema.schema")
+        raise ApiError(
+            f"{where}.json_schema.schema must be an object", param=f"{where}.json_schema.schema"
+        )
     return schema

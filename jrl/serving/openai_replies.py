@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.request import TokenLogprobs, Update
+from jrl.serving.api_error import Json
 from jrl.serving.openai_formats import THOUGHT_END
-from jrl.serving.openai_requests import ApiRequest, Json
+from jrl.serving.openai_requests import ApiRequest
 from jrl.serving.openai_tools import calls_of
 from jrl.types import StopReason
 

@@ -23,10 +23,9 @@ from jrl.sampling.grammar import Grammars
 from jrl.sampling.params import COLDEST
 from jrl.sampling.request import TOP_LOGPROBS, Request, RequestLimits
 from jrl.sampling.text import check_stop, longest_text
+from jrl.serving.api_error import ApiError, Json
 from jrl.serving.openai_formats import reply_grammar
 from jrl.serving.openai_tools import Tools, conversation, read_tools, told_calls
-
-Json = dict[str, Any]
 
 IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
@@ -81,31 +80,6 @@ _LONGEST_STOP = 1000
 """Characters of a stop string; every token is compared with it."""
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 """Between the seeds of a request's prompts; the 64-bit golden ratio spreads them."""
-
-
-class ApiError(Exception):
-    """An error reply to a request.
-
-    Attributes:
-      status: the HTTP status.
-      message: for people.
-      param: the parameter at fault.
-      code: for programs.
-    """
-
-    def __init__(
-        self, message: str, status: int = 400, param: str | None = None, code: str | None = None
-    ) -> None:
-        super().__init__(message)
-        self.message, self.status, self.param, self.code = message, status, param, code
-
-    def body(self) -> Json:
-        """The reply's JSON body."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        if self.status == 429:
-            kind = "rate_limit_error"
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +151,7 @@ def parse(
     _check_names(body, chat)
     _check_model(_get(body, "model", str, None), model)
     n = _n(body, limits)
-    tools = read_tools(body, parser, _wrong) if chat else None
+    tools = read_tools(body, parser) if chat else None
     if chat:
         prompts = _chat_prompt(body, tokenizer, limits, tools)
     else:
@@ -190,7 +164,7 @@ def parse(
         prompts = _prompts(body, tokenizer, limits)
     longest = _check_prompts(prompts, limits, "messages" if chat else "prompt")
     thinking = chat and _ends_in_thought(tokenizer, prompts[0])
-    grammar = reply_grammar(body, tools, grammars, _wrong, thinking=thinking) if chat else None
+    grammar = reply_grammar(body, tools, grammars, thinking=thinking) if chat else None
     with_logprobs, top = _logprobs(body, chat, limits)
     stream = bool(_get(body, "stream", bool, None))
     options = _stream_options(body, stream)
@@ -237,10 +211,6 @@ def _ends_in_thought(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
     """Whether the chat template has opened a thought that the reply begins in."""
     end = tokenizer.decode(prompt[-16:], skip_special=False)
     return end.rstrip().endswith("<think>")
-
-
-def _wrong(message: str, param: str) -> ApiError:
-    return ApiError(message, param=param)
 
 
 def _check_model(name: str | None, model: str) -> None:
@@ -455,7 +425,7 @@ def _template_variables(body: Json, tokenizer: Tokenizer) -> Json:
 
 def _plain(message: Json, where: str) -> Json:
     """The message as chat templates take it."""
-    calls = told_calls(message, where, _wrong) or {}
+    calls = told_calls(message, where) or {}
     if calls and message.get("content") is None:  # words are optional beside calls
         message = message | {"content": ""}
     plain = {"role": message["role"], "content": _content(message, where), **calls}

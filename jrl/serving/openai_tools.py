@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jrl.data.messages import check_fields
@@ -18,9 +18,9 @@ from jrl.errors import UserError
 from jrl.models.chat_frames import Frames, chat_template, check_variables, conversation_ids
 from jrl.models.file_tokenizer import FileTokenizer
 from jrl.models.tokenizer import Tokenizer
+from jrl.serving.api_error import ApiError, Json
 from jrl.system.json_text import json_or_none
 
-Json = dict[str, Any]
 _ID_SIZE = 9
 """Letters and digits of a call's id: what templates of Mistral's models ask for."""
 
@@ -29,7 +29,7 @@ class Tools(NamedTuple):
     """The tools of one request.
 
     Attributes:
-      told: as the request has them, for the chat template.
+      offered: as the request has them, for the chat template.
       parser: of the model's calls.
       enforced: whether the reply must be calls, as ``tool_choice`` says.
       only: the one tool that must be called; None for any.
@@ -68,41 +68,42 @@ def tool_parser(name: str | None, tokenizer: Tokenizer) -> Parser | None:
     return fit[0] if len(fit) == 1 else None
 
 
-def read_tools(body: Json, parser: Parser | None, fail: Callable[..., Exception]) -> Tools | None:
+def read_tools(body: Json, parser: Parser | None) -> Tools | None:
     """The tools that a request names; None for none.
 
     Args:
       body: of the request.
       parser: of the served model's family, or None.
-      fail: makes the error from (message, name of the parameter).
 
     Raises:
-      What ``fail`` makes: tools are not what OpenAI's API takes, or no parser reads their calls.
+      ApiError: tools are not what OpenAI's API takes, or no parser reads their calls.
     """
-    entries, choice = body.get("tools"), _choice(body.get("tool_choice"), fail)
+    entries, choice = body.get("tools"), _choice(body.get("tool_choice"))
     if entries in (None, []):
         if choice.mode == "required" or choice.names is not None:
-            raise fail(f"tool_choice = {body['tool_choice']!r:.60} needs tools", "tool_choice")
+            raise ApiError(
+                f"tool_choice = {body['tool_choice']!r:.60} needs tools", param="tool_choice"
+            )
         return None
     if not isinstance(entries, list):
-        raise fail("tools must be an array of functions", "tools")
-    tools = tuple(_read_tool(each, i, fail) for i, each in enumerate(entries))
+        raise ApiError("tools must be an array of functions", param="tools")
+    tools = tuple(_read_tool(each, i) for i, each in enumerate(entries))
     names = [each["function"]["name"] for each in tools]
     if len(set(names)) < len(tools):
-        raise fail("tools: two functions have the same name", "tools")
+        raise ApiError("tools: two functions have the same name", param="tools")
     if choice.mode == "none":
         return None
     if parser is None:
         families = ", ".join(PARSERS)
-        raise fail(
+        raise ApiError(
             "tools: the model's chat template does not say how it writes calls; start the server"
             f" with --tool-parser, one of {families}",
-            "tools",
+            param="tools",
         )
     for name in choice.names or ():
         if name not in names:
             problem = f"tool_choice names the function {name!r:.60}; tools has "
-            raise fail(problem + ", ".join(map(repr, names)), "tool_choice")
+            raise ApiError(problem + ", ".join(map(repr, names)), param="tool_choice")
     barred: frozenset[str] = frozenset()
     if choice.only is None and choice.names is not None:
         barred = frozenset(names) - set(choice.names)
@@ -125,7 +126,7 @@ class _Choice(NamedTuple):
     only: str | None = None
 
 
-def _choice(choice: Any, fail: Callable[..., Exception]) -> _Choice:
+def _choice(choice: Any) -> _Choice:
     if choice in (None, "none", "auto", "required"):
         return _Choice(choice or "auto")
     kind = choice.get("type") if isinstance(choice, dict) else None
@@ -137,11 +138,11 @@ def _choice(choice: Any, fail: Callable[..., Exception]) -> _Choice:
         names = [_function_name(each) for each in entries] if isinstance(entries, list) else []
         if names and None not in names:
             return _Choice(allowed["mode"], tuple(filter(None, names)))
-    raise fail(
+    raise ApiError(
         f"tool_choice = {choice!r:.60}; this server takes 'auto', 'none', 'required',"
         ' {"type": "function", "function": {"name": NAME}} and {"type": "allowed_tools",'
         ' "allowed_tools": {"mode": "auto" or "required", "tools": [FUNCTION, ...]}}',
-        "tool_choice",
+        param="tool_choice",
     )
 
 
@@ -152,48 +153,56 @@ def _function_name(entry: Any) -> str | None:
     return name if isinstance(name, str) and name and entry.get("type") == "function" else None
 
 
-def _read_tool(entry: Any, i: int, fail: Callable[..., Exception]) -> Json:
+def _read_tool(entry: Any, i: int) -> Json:
     where = f"tools[{i}]"
     function = entry.get("function") if isinstance(entry, dict) else None
     if not isinstance(function, dict) or entry.get("type") != "function":
-        raise fail(f'{where} must be an object with "type": "function" and a "function"', where)
+        raise ApiError(
+            f'{where} must be an object with "type": "function" and a "function"', param=where
+        )
     name, schema = function.get("name"), function.get("parameters") or {}
     if not isinstance(name, str) or not name:
-        raise fail(f"{where}.function.name must be a text", f"{where}.function.name")
+        raise ApiError(f"{where}.function.name must be a text", param=f"{where}.function.name")
     if not isinstance(schema, dict):
-        raise fail(f"{where}.function.parameters must be an object", f"{where}.function.parameters")
+        raise ApiError(
+            f"{where}.function.parameters must be an object", param=f"{where}.function.parameters"
+        )
     if not isinstance(schema.get("properties", {}), dict):
         place = f"{where}.function.parameters.properties"
-        raise fail(f"{place} must be an object: a schema for each argument", place)
+        raise ApiError(f"{place} must be an object: a schema for each argument", param=place)
     parameters = {"type": "object", "properties": {}, **schema}
     return {"type": "function", "function": {**function, "parameters": parameters}}
 
 
-def told_calls(message: Json, where: str, fail: Callable[..., Exception]) -> Json | None:
+def told_calls(message: Json, where: str) -> Json | None:
     """{"tool_calls": ...} of a message as templates take it; None for a message without calls.
 
     Raises:
-      What ``fail`` makes: it is not what OpenAI's API takes.
+      ApiError: it is not what OpenAI's API takes.
     """
     calls = message.get("tool_calls")
     if calls is None:
         return None
     if message.get("role") != "assistant" or not isinstance(calls, list):
-        raise fail(f"{where}.tool_calls must be an array, of the assistant", f"{where}.tool_calls")
+        raise ApiError(
+            f"{where}.tool_calls must be an array, of the assistant", param=f"{where}.tool_calls"
+        )
     names = [f"{where}.tool_calls[{i}]" for i in range(len(calls))]
-    return {"tool_calls": [_read_call(*pair, fail) for pair in zip(calls, names, strict=True)]}
+    return {"tool_calls": [_read_call(*pair) for pair in zip(calls, names, strict=True)]}
 
 
-def _read_call(call: Any, where: str, fail: Callable[..., Exception]) -> Json:
+def _read_call(call: Any, where: str) -> Json:
     function = call.get("function") if isinstance(call, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str):
-        raise fail(f"{where} must have a function with a name", where)
+        raise ApiError(f"{where} must have a function with a name", param=where)
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         arguments = json_or_none(arguments)
     if not isinstance(arguments, dict):
-        raise fail(f"{where}.function.arguments must be JSON of an object", f"{where}.function")
+        raise ApiError(
+            f"{where}.function.arguments must be JSON of an object", param=f"{where}.function"
+        )
     called = {"name": name, "arguments": arguments}
     return {"type": "function", "id": str(call.get("id") or ""), "function": called}
 

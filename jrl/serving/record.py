@@ -31,7 +31,8 @@ import numpy as np
 from jrl.episodes.recorded_files import FORMAT
 from jrl.errors import StorageError
 from jrl.sampling.request import Completion
-from jrl.serving.openai_requests import ApiError, ApiRequest
+from jrl.serving.api_error import ApiError
+from jrl.serving.openai_requests import ApiRequest
 from jrl.system.float32 import fits_float32
 
 MOST = 100_000

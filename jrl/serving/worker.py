@@ -30,7 +30,7 @@ class Handle:
 
 
 class EngineWorker:
-    """Runs an engine in a thread of its own; implements ``http.Sampler``.
+    """Runs an engine in a thread of its own; every method may be called from any thread.
 
     Args:
       engine: the worker's alone from now on.

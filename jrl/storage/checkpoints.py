@@ -15,16 +15,15 @@ import os
 import pathlib
 import warnings
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 import jax
-import numpy as np
 
 from jrl.errors import StorageError, UserError
 from jrl.storage.lock import is_replaced
 from jrl.storage.step_contents import contents, drop_late_callbacks, read_contents
 from jrl.storage.step_files import readable, write_record
+from jrl.system.processes import any_says
 from jrl.system.wait_reports import io_progress, waiting
 
 STEP_DIGITS = 8
@@ -60,12 +59,7 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Closes; an error of closing does not hide one that is already raised."""
         try:
             self.close()
@@ -340,12 +334,7 @@ def _not_orbax(record: logging.LogRecord) -> bool:
 
 def _all_processes(ok: bool) -> bool:
     """Whether ``ok`` is true on every process, as all must skip the same steps."""
-    if jax.process_count() == 1:
-        return ok
-    from jax.experimental import multihost_utils
-
-    with waiting("other processes"):
-        return bool(np.all(multihost_utils.process_allgather(np.asarray(ok))))
+    return not any_says(not ok)
 
 
 def _short(error: Exception | None) -> str:

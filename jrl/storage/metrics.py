@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
-import importlib.metadata
 import json
 import math
 import os
@@ -35,8 +34,8 @@ from jrl.config import Config, as_tree, config_hash, dump
 from jrl.config.stored import check_unchanged, differences, stored_config
 from jrl.errors import StorageError, UserError
 from jrl.storage.lock import is_replaced
-from jrl.storage.sinks import open_sinks
-from jrl.system.extras import DISTRIBUTION
+from jrl.storage.sinks import Sink, open_sinks
+from jrl.system.extras import DISTRIBUTION, version
 from jrl.system.json_text import json_or_none
 from jrl.system.processes import first_says
 
@@ -153,10 +152,7 @@ def header(config: Config, mesh: Mapping[str, int]) -> dict[str, Any]:
     """
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(_DISTRIBUTIONS.get(package, package))
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
+        versions[package] = version(_DISTRIBUTIONS.get(package, package), "not installed")
     devices = jax.devices()
     return {
         "versions": versions,
@@ -209,7 +205,7 @@ class RunWriter:
         self._warned = False
         self._pending: dict[str, str] = {}  # by file, what could not be written yet
         self._fault: tuple[float, str] | None = None  # since when, and why
-        self._sinks: list[Any] = []
+        self._sinks: list[Sink] = []
         self._failed: dict[int, float] = {}  # by index of the sink, when
         if not self._active:
             return
@@ -403,7 +399,7 @@ class RunWriter:
             reason = " ".join(str(error).split())
             with contextlib.suppress(OSError):  # standard error may be on the same full disk
                 if not self._warned:
-                    name = type(self._sinks[index]).__name__
+                    name = self._sinks[index].name
                     print(f"jrl: warning: logging to {name} failed: {reason}", file=sys.stderr)
                     print(
                         f"jrl: warning: training continues; {name} is tried again every"

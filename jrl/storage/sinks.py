@@ -6,95 +6,37 @@ import importlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from jrl.config import Config, as_tree
+from jrl.config.write import leaves
 from jrl.errors import UserError
 from jrl.system.extras import install_line
 
 
-class Sink(Protocol):
-    """Receives the record of each step."""
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Logs a record: ``step`` and numbers by name; None is skipped."""
-
-    def close(self) -> None:
-        """Flushes and closes."""
-
-
-class TensorBoard(NamedTuple):
-    """Event files in ``RUN/tensorboard``, written by tensorboardX."""
-
-    writer: Any
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Logs every number as a scalar under its name."""
-        for name, value in _numbers(record).items():
-            self.writer.add_scalar(name, value, record["step"])
-        self.writer.flush()
-
-    def close(self) -> None:
-        """Closes the event file."""
-        self.writer.close()
-
-
-class Wandb(NamedTuple):
-    """A run on Weights & Biases."""
-
-    run: Any
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Logs the numbers at the record's step."""
-        self.run.log(_numbers(record), step=record["step"])
-
-    def close(self) -> None:
-        """Marks the run as finished."""
-        self.run.finish()
-
-
-class Trackio(NamedTuple):
-    """A run of trackio, on this machine or, with TRACKIO_SPACE_ID, in a Space of the Hub."""
-
-    run: Any
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Logs the numbers at the record's step."""
-        self.run.log(_numbers(record), step=record["step"])
-
-    def close(self) -> None:
-        """Writes what is buffered, and marks the run as finished."""
-        self.run.finish()
-
-
-class MLflow(NamedTuple):
-    """A run of an MLflow experiment.
+class Sink(NamedTuple):
+    """Receives the record of each step.
 
     Attributes:
-      client: ``mlflow.MlflowClient``.
-      run_id: MLflow's id of the run.
-      metric: ``mlflow.entities.Metric``.
+      name: for warnings.
+      log: (numbers by name, step) -> logs them.
+      close: flushes, and marks the run as finished.
     """
 
-    client: Any
-    run_id: str
-    metric: Any
+    name: str
+    log: Callable[[dict[str, float], int], object]
+    close: Callable[[], object]
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Logs the numbers at the record's step."""
-        now = int(1000 * time.time())
-        metrics = [
-            self.metric(_mlflow_name(name), value, now, int(record["step"]))
-            for name, value in _numbers(record).items()
-        ]
-        for i in range(0, len(metrics), _MLFLOW_BATCH):
-            self.client.log_batch(self.run_id, metrics=metrics[i : i + _MLFLOW_BATCH])
-
-    def close(self) -> None:
-        """Marks the run as finished."""
-        self.client.set_terminated(self.run_id)
+        """Logs a record: ``step`` and numbers by name; what is no number is skipped."""
+        numbers = {
+            name: float(value)
+            for name, value in record.items()
+            if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        self.log(numbers, int(record["step"]))
 
 
 _MLFLOW_BATCH = 500
@@ -143,10 +85,19 @@ def _open(target: str, config: Config, directory: Path) -> Sink:
 
 
 def _open_tensorboard(package: Any, project: str, config: Config, directory: Path) -> Sink:
-    return TensorBoard(package.SummaryWriter(str(directory / "tensorboard")))
+    """Event files in ``RUN/tensorboard``, written by tensorboardX."""
+    writer = package.SummaryWriter(str(directory / "tensorboard"))
+
+    def log(numbers: dict[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return Sink("TensorBoard", log, writer.close)
 
 
 def _open_wandb(package: Any, project: str, config: Config, directory: Path) -> Sink:
+    """A run on Weights & Biases."""
     run = package.init(
         project=project,
         name=directory.name,
@@ -155,19 +106,21 @@ def _open_wandb(package: Any, project: str, config: Config, directory: Path) -> 
         dir=str(directory),
         config=as_tree(config),
     )
-    return Wandb(run)
+    return Sink("Wandb", lambda numbers, step: run.log(numbers, step=step), run.finish)
 
 
 def _open_trackio(package: Any, project: str, config: Config, directory: Path) -> Sink:
+    """A run of trackio, on this machine or, with TRACKIO_SPACE_ID, in a Space of the Hub."""
     # trackio resumes by name, and other directories may have the same one.
     name = f"{directory.name}-{_run_id(directory, 'trackio_id')}"
     run = package.init(
         project=project, name=name, resume="allow", config=as_tree(config), embed=False
     )
-    return Trackio(run)
+    return Sink("Trackio", lambda numbers, step: run.log(numbers, step=step), run.finish)
 
 
 def _open_mlflow(package: Any, project: str, config: Config, directory: Path) -> Sink:
+    """A run of an MLflow experiment."""
     for name, value in _MLFLOW_PATIENCE.items():
         os.environ.setdefault(name, value)
     address = os.environ.get("MLFLOW_TRACKING_URI")
@@ -176,18 +129,31 @@ def _open_mlflow(package: Any, project: str, config: Config, directory: Path) ->
     if path.exists():
         run_id = path.read_text(encoding="utf-8").strip()
         client.update_run(run_id, status="RUNNING")
-        return MLflow(client, run_id, package.entities.Metric)
-    experiment = client.get_experiment_by_name(project)
-    number = client.create_experiment(project) if experiment is None else experiment.experiment_id
-    run_id = client.create_run(number, run_name=directory.name).info.run_id
-    params = [
-        package.entities.Param(name, str(value)[:_MLFLOW_TEXT])
-        for name, value in _flat(as_tree(config))
-    ]
-    for i in range(0, len(params), 100):  # MLflow's limit of one call
-        client.log_batch(run_id, params=params[i : i + 100])
-    path.write_text(run_id, encoding="utf-8")
-    return MLflow(client, run_id, package.entities.Metric)
+    else:
+        experiment = client.get_experiment_by_name(project)
+        number = (
+            client.create_experiment(project) if experiment is None else experiment.experiment_id
+        )
+        run_id = client.create_run(number, run_name=directory.name).info.run_id
+        params = [
+            package.entities.Param(_mlflow_name(key), str(value)[:_MLFLOW_TEXT])
+            for key, value in leaves(as_tree(config))
+            if value != {}
+        ]
+        for i in range(0, len(params), 100):  # MLflow's limit of one call
+            client.log_batch(run_id, params=params[i : i + 100])
+        path.write_text(run_id, encoding="utf-8")
+
+    def log(numbers: dict[str, float], step: int) -> None:
+        now = int(1000 * time.time())
+        metrics = [
+            package.entities.Metric(_mlflow_name(name), value, now, step)
+            for name, value in numbers.items()
+        ]
+        for i in range(0, len(metrics), _MLFLOW_BATCH):
+            client.log_batch(run_id, metrics=metrics[i : i + _MLFLOW_BATCH])
+
+    return Sink("MLflow", log, lambda: client.set_terminated(run_id))
 
 
 _OPEN: Mapping[str, Callable[[Any, str, Config, Path], Sink]] = {
@@ -201,16 +167,6 @@ _OPEN: Mapping[str, Callable[[Any, str, Config, Path], Sink]] = {
 def _mlflow_name(name: str) -> str:
     """A metric's name in the characters that MLflow takes."""
     return re.sub(r"[^\w\-. /:]", "_", name)
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys of a configuration with their tables: ("train.steps", 10)."""
-    for name, value in tree.items():
-        key = _mlflow_name(f"{prefix}{name}")
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{key}.")
-        else:
-            yield key, value
 
 
 def _run_id(directory: Path, name: str) -> str:
@@ -231,11 +187,3 @@ def _need(package: str, target: str) -> Any:
             f"log.to = {target!r} needs the package {package} ({error}); install it with"
             f" `{install_line(target.partition(':')[0])}`, or take it out of log.to"
         ) from None
-
-
-def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    return {
-        name: float(value)
-        for name, value in record.items()
-        if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
-    }

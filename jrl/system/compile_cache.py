@@ -9,7 +9,6 @@ import os
 import platform
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -50,12 +49,7 @@ class CompileCounter:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def _on_duration(self, event: str, duration_secs: float, **_: Any) -> None:
@@ -67,21 +61,18 @@ class CompileCounter:
         self.cached += event.endswith(_FROM_CACHE)
 
 
-def enable_compile_cache(directory: str | Path | None = None) -> Path | None:
+def enable_compile_cache() -> Path | None:
     """Keeps compiled programs on disk, so that the same program starts at once next time.
 
-    The first of these decides where: ``directory``; the environment variable ``JRL_CACHE_DIR``
-    (empty: no cache); a directory JAX was already told to use; ``~/.cache/jrl`` (or below
-    ``XDG_CACHE_HOME``). Programs compiled in under 0.2 seconds are not kept. Nothing is ever
-    deleted; the directory can be removed at any time.
-
-    Args:
-      directory: where to keep them.
+    The first of these decides where: the environment variable ``JRL_CACHE_DIR`` (empty: no cache);
+    a directory JAX was already told to use; ``~/.cache/jrl`` (or below ``XDG_CACHE_HOME``).
+    Programs compiled in under 0.2 seconds are not kept. Nothing is ever deleted; the directory can
+    be removed at any time.
 
     Returns:
       The directory in use, or None when there is no cache.
     """
-    chosen = os.environ.get("JRL_CACHE_DIR") if directory is None else str(directory)
+    chosen = os.environ.get("JRL_CACHE_DIR")
     if chosen == "":
         return None
     directory_set = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Mapping
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Self
 
 import jax
@@ -96,12 +96,7 @@ class CompileNotes:
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Stops listening."""
         _ACTIVE.remove(self)
         jax.monitoring.unregister_event_duration_listener(self._on_duration)

@@ -73,7 +73,7 @@ def missing(requirements: list[str]) -> list[str]:
         match = re.match(r"([\w.-]+)(?:\[([^\]]*)\])?", each)
         assert match is not None, each
         name, inside = match[1], [extra.strip() for extra in (match[2] or "").split(",")]
-        if not _installed(name):
+        if not version(name, ""):
             absent.append(name)
             continue
         for extra in filter(None, inside):
@@ -81,12 +81,12 @@ def missing(requirements: list[str]) -> list[str]:
     return absent
 
 
-def version() -> str:
-    """The version of this library; "0+unknown" in a checkout that was not installed."""
+def version(distribution: str = DISTRIBUTION, absent: str = "0+unknown") -> str:
+    """The version of a package, by default this library; ``absent`` if it is not installed."""
     try:
-        return importlib.metadata.version(DISTRIBUTION)
+        return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        return "0+unknown"
+        return absent
 
 
 def _requirements(distribution: str) -> list[str]:
@@ -94,14 +94,6 @@ def _requirements(distribution: str) -> list[str]:
         return importlib.metadata.requires(distribution) or []
     except importlib.metadata.PackageNotFoundError:
         return []
-
-
-def _installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _short(path: Path) -> str:

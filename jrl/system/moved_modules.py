@@ -1,9 +1,13 @@
-"""Modules that have moved: importing one by its old name says where it is now."""
+"""Modules that have moved: importing one by its old name gives it, and says where it is now."""
 
 from __future__ import annotations
 
 import importlib.abc
+import importlib.machinery
+import importlib.util
 import sys
+import types
+import warnings
 from typing import Any
 
 MOVED = {
@@ -177,18 +181,44 @@ def moved_to(name: str) -> str | None:
     return None
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Asked last, for names that nothing else finds."""
+class _Moved(importlib.abc.Loader):
+    """Gives the module of a new name, as it is, for an old one."""
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+    def __init__(self, new: str) -> None:
+        self._new = new
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        """The module of the new name."""
+        module = importlib.import_module(self._new)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Nothing: it has run. Its own specification, which import replaces, is put back."""
+        module.__spec__ = self._spec
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Comes first: below the old name of a package others would load its files a second time."""
+
+    def find_spec(
+        self, fullname: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         new = moved_to(fullname)
-        if new is not None:
-            # A package is looked for before what is in it, which nobody has named yet.
-            more = _IN_ENVS if fullname == "jrl.envs" else ""
-            raise ModuleNotFoundError(f"{fullname} is {new} now{more}", name=fullname)
+        if new is None:
+            return None
+        text = f"{fullname} is {new} now"
+        if not all(map(str.isidentifier, new.split("."))):  # it is in several
+            raise ModuleNotFoundError(text, name=fullname)
+        if importlib.util.find_spec(new) is None:
+            more = _IN_ENVS if fullname.startswith("jrl.envs.") else ""
+            raise ModuleNotFoundError(f"{text}, and there is none{more}", name=fullname)
+        if fullname != "jrl.envs":  # what is in it is named next
+            warnings.warn(f"{text}; write the new name", FutureWarning, stacklevel=2)
+        return importlib.machinery.ModuleSpec(fullname, _Moved(new))
 
 
 def install() -> None:
-    """Has the import of an old name raise ModuleNotFoundError with the new one."""
+    """Has an old name import the module of the new one, and say so."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder())
+        sys.meta_path.insert(0, _Finder())

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 SAY_SECONDS = 30.0
@@ -134,12 +133,7 @@ class Waits:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._over.set()
         self._thread.join(5 * LOOK_SECONDS)  # unless a detail hangs
 

@@ -17,7 +17,7 @@ from jrl.collect.sources_task import TaskSource
 from jrl.config import load_config
 from jrl.episodes import get_env
 from jrl.errors import UserError
-from jrl.evaluate import episode_metrics
+from jrl.evaluate.evaluator import episode_metrics
 from jrl.evaluate.samples import samples_of
 from jrl.mesh import make_mesh
 from jrl.methods import get_method

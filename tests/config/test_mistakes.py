@@ -103,6 +103,7 @@ DUPLICATES = {
     "[train\nsteps = 1\n": "line 1",
     "train: {steps: 1}\n": "line 1",
     "[Train]\nsteps = 1\n": "did you mean train?",
+    "[CHECKPOINT]\nkeep = 1\n": "did you mean checkpoint?",
 }
 
 

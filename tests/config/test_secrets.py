@@ -182,6 +182,14 @@ SECRETS = {
     "mailgun": "key-0123456789abcdef0123456789abc1234"[:36],
     "databricks": "dapi0123456789abcdef0123456789abcdef",
     "wandb": "wandb_v1_abcd1234abcd1234",
+    "db_pass": "abcd1234",
+    "openaikey": "abcd1234",
+    "github_pat": "abcd1234",
+    "sentry_dsn": "abcd1234",
+    "a password in a query": "https://host/x?user=me&pass=abcd1234",
+    "small letters": "token abcd1234abcd",
+    "a bot": "123456789:AAabcd1234abcd1234abcd1234abcd1234x",
+    "a sandbox": "e2b_abcd1234abcd1234",
 }
 HARMLESS = {
     "eos_token": "</s>",
@@ -190,6 +198,12 @@ HARMLESS = {
     "docker": "docker run -u 1000:1000 image",
     "columns": ["token", "answer"],
     "store": "key-value-store-2024-10",
+    "token_level": "mean",
+    "token_mask": "own",
+    "pass": "yes",
+    "pass_rate": "high",
+    "pat": "a+",
+    "basic": "basic arithmetic",
     "language": "https://host/x?code=en&country_code=DE",
     "words": "Score it.\nKey: points\nToken: none",
     "max_tokens": 5,
@@ -239,7 +253,27 @@ def test_the_environment_gives_what_stands_beside_a_name(value, monkeypatch):
     assert "sk-9" in str(reveal({"x": value}, "r"))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rewards.j.api_key = 'abcd1234': no such key",
+        'the server says {"access_token": "abcd1234"}',
+        "OPENAI_API_KEY=abcd1234 is refused",
+        "x-api-key: abcd1234",
+        "the command --token abcd1234 ends with 1",
+        "https://host/x?X-Amz-Signature=abcd1234",
+    ],
+)
+def test_what_a_message_says_of_a_secret_by_its_name_is_hidden(text):
+    shown = without_secrets(text)
+    assert "abcd1234" not in shown
+    assert HIDDEN in shown
+    assert shown.split()[0] == text.split()[0] or HIDDEN in shown.split()[0]
+
+
 def test_messages_hold_no_secrets():
+    variable = "rewards.j.api_key = 'env:KEY': there is no environment variable KEY; set it"
+    assert without_secrets(variable) == variable
     text = "rewards.j.url = 'http://me:pw12@host/v1?api_key=pw12&n=3' refuses sk-abcdefghpw12345"
     hidden = without_secrets(text)
     assert "pw12" not in hidden

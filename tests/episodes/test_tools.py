@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jrl.episodes.check_env import check_env
-from jrl.episodes.host import EnvError, Limits, Reply, copied
+from jrl.episodes.host import EnvError, Limits, Reply
 from jrl.episodes.parsers import PARSERS, Call, get_parser
 from jrl.episodes.tools import Tool, ToolError, tool_env
 from jrl.errors import UserError
@@ -205,6 +205,6 @@ def test_ids_that_the_policy_gave_come_back():
 def test_the_state_of_an_episode_is_copied_with_its_problem_as_it_is(env):
     prompt = Prompt(0, "2 + 2", np.zeros(1, np.int32), "4", NOTHING)  # which nothing can copy
     state, _ = asyncio.run(env.init(prompt, 0))
-    again = copied({"session": state, "said": [1]})
+    again = env.fork({"session": state, "said": [1]})
     assert again["session"].prompt is prompt
     assert again["session"] == state

@@ -4,8 +4,9 @@ import math
 
 import pytest
 
-from jrl.episodes.rounds import grow
+from jrl.episodes.rounds import search_rounds
 from jrl.episodes.tree import (
+    SearchPlan,
     Step,
     Tree,
     beam,
@@ -36,6 +37,19 @@ def letters(paths):
             logprob = math.log({"a": 0.5, "b": 0.3, "c": 0.2}[letter])
             out[-1].append(Step(letter, 1, logprob, done=done, points=points))
     return out
+
+
+def grow(tree, select, expand, backup, *, rounds, tokens=0):
+    """Searches with steps that are there at once; the cost."""
+    plan = SearchPlan(select, backup, lambda node: node.value, 0, rounds, tokens=tokens)
+    search = search_rounds([tree], plan)
+    try:
+        chosen = next(search)
+        while True:
+            paths = [[tree.step(j).content for j in tree.path(node)] for _, node, _ in chosen]
+            chosen = search.send(expand(paths))
+    except StopIteration as end:
+        return end.value[0]
 
 
 def word(tree, node):

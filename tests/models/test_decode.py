@@ -19,7 +19,7 @@ from jrl.plan.costs import program_costs
 from jrl.sampling.cache import share
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
-from jrl.sampling.sequences import sequence_keys
+from jrl.sampling.sequences import first_members, member_keys
 from jrl.sampling.slot_sizes import SlotPlan
 from jrl.sampling.slots import decode, extend, fork, prefill, rewind, start
 from jrl.types import StopReason
@@ -199,7 +199,7 @@ def test_rows_that_began_together_continue_apart():
             prefilled,
             np.repeat(prompts(), G, axis=0),
             np.repeat(LENGTHS, G),
-            sequence_keys(jax.random.key(1), np.arange(N), G).reshape(-1),
+            member_keys(jax.random.key(1), np.arange(N), first_members(N, G).number).reshape(-1),
             make_sampling_params(0.9),
             jnp.full(N * G, T, jnp.int32),
             max_new_tokens=T,

@@ -159,6 +159,11 @@ def writes_to_every_pipe(place):
     return [1.0]
 
 
+def leaves_a_writer(place):
+    threading.Timer(0.2, writes_to_every_pipe, [place]).start()
+    return [1.0]
+
+
 def stops_itself(place):
     os.kill(os.getpid(), 19)
 

@@ -258,6 +258,14 @@ def test_a_process_that_is_stopped_is_ended_at_its_time_limit(pool):
     assert counts["reward_timeouts"] == 1.0
 
 
+def test_what_a_call_leaves_behind_in_the_pipe_is_no_failure_of_the_next_one(pool):
+    pool.scores(samples_of("leaves_a_writer", "leaves_a_writer"))
+    time.sleep(0.5)
+    points, _, counts, _ = pool.scores(samples_of("fine", "fine"))
+    assert points[:, 0].tolist() == [1.0, 1.0]
+    assert counts["reward_errors"] == 0.0
+
+
 def test_garbage_in_the_pipes_runs_nothing_in_the_trainer(pool):
     counts = pool.scores(samples_of("writes_to_every_pipe")).counts
     assert counts["reward_timeouts"] == 0.0

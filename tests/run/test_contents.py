@@ -1,6 +1,8 @@
 """A resumed run is told of what changed in its files: every kind, by name, whatever the path."""
 
 import dataclasses
+import datetime
+import decimal
 import json
 import warnings
 from types import SimpleNamespace
@@ -54,6 +56,16 @@ CHANGES = {
     "a question": ("data.train", ([prompt()],), ([prompt(tokens=ids(3, 5))],)),
     "an answer": ("data.train", ([prompt()],), ([prompt(answer="3")],)),
     "a further column": ("data.train", ([prompt()],), ([prompt(meta={"level": 4})],)),
+    "a date in a column": (
+        "data.train",
+        ([prompt(meta={"day": datetime.date(2026, 1, 1)})],),
+        ([prompt(meta={"day": datetime.date(2026, 1, 2)})],),
+    ),
+    "an exact number in a column": (
+        "data.train",
+        ([prompt(meta={"price": decimal.Decimal("1.50")})],),
+        ([prompt(meta={"price": decimal.Decimal("1.60")})],),
+    ),
     "a solution": ("data.train", ([prompt()],), ([prompt(solution=ids(8))],)),
     "the order": (
         "data.train",
@@ -134,6 +146,65 @@ def test_the_middle_of_a_large_file_is_left_out_but_its_size_and_ends_are_not(
         file.write_bytes(data)
         checksums.add(contents_of(run)["lora.path"])
     assert len(checksums) == 4
+
+
+def changes(run, path, text):
+    """Keys of the contents that differ once a file holds something else."""
+    before = contents_of(run)
+    path.write_text(text)
+    now = contents_of(run)
+    return {key for key in now if before.get(key) != now[key]}
+
+
+def test_models_that_judge_are_compared_also_those_of_an_ensemble(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    weights = [tmp_path / name / "model.safetensors" for name in ("one", "two", "who")]
+    for each in weights:
+        each.parent.mkdir()
+        each.write_text("a")
+    ensemble = "rewards={help={function='model', path=['one', 'two']}}"
+    run = run_of([], [], [], [], ensemble)
+    assert changes(run, weights[0], "b") == changes(run, weights[1], "b") == {"rewards.help.path"}
+    (tmp_path / "who" / "config.json").write_text("{}")
+    judge = run_of([], [], [], [], "rewards={says={function='judge', model='who'}}")
+    assert changes(judge, weights[2], "b") == {"rewards.says.model"}
+
+
+def test_of_a_run_that_rewards_the_newest_step_counts_and_no_report(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    steps = tmp_path / "model" / "checkpoints"
+    for step in ("00000001", "00000002"):
+        (steps / step / "state").mkdir(parents=True)
+        (steps / step / "state" / "array").write_text("a")
+    (steps.parent / "config.toml").write_text("")
+    run = run_of([], [], [], [], "rewards={help={function='model', path='model'}}")
+    assert changes(run, steps.parent / "report.html", "b") == set()
+    assert changes(run, steps / "00000001" / "state" / "array", "b") == set()
+    assert changes(run, steps / "00000002" / "state" / "array", "b") == {"rewards.help.path"}
+
+
+def test_files_that_own_code_imports_and_that_options_name_are_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words, code = tmp_path / "words.txt", tmp_path / "points.py"
+    (tmp_path / "lib").mkdir()
+    code.write_text("from lib import table\nimport near\ndef f(samples, words): return [1.0]\n")
+    for name in ("lib/table.py", "lib/__init__.py", "near.py", "deep.py", "words.txt"):
+        (tmp_path / name).write_text("import deep\n" if name == "near.py" else "x = 1\n")
+    run = run_of([], [], [], [], """rewards={"points.py:f"={words=['words.txt', 'other']}}""")
+    for name in ("deep.py", "lib/table.py", "lib/__init__.py", "near.py"):
+        assert changes(run, tmp_path / name, "x = 2\n") == {name}
+    before = contents_of(run)
+    key = "rewards.points.py:f.words = 'words.txt'"
+    assert changes(run, words, "other") == {key}
+    with pytest.warns(UserWarning, match=f"{key} has changed since the run in .* began"):
+        check_contents(log(tmp_path / "run", before), contents_of(run))
+
+
+def test_tools_in_a_list_are_the_user_s_own_files_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text("x = 1\n")
+    run = run_of([], [], [], [], """rewards={"a:b"={tools=[{call='own.py:look'}]}}""")
+    assert changes(run, tmp_path / "own.py", "x = 2\n") == {"own.py"}
 
 
 def test_logs_without_hashes_are_resumed_as_before(tmp_path):

@@ -42,7 +42,7 @@ def temporaries(function, *args, donate):
 
 def members_of_prompts(weights):
     """Slots of a batch: G members of each of N prompts, in pieces."""
-    sized = {"network": NETWORK, "weights": weights, "length": T, "pieces": 4}
+    sized = {"network": NETWORK, "weights": weights, "length": T}
     cache = share(NETWORK.init_cache(N, P, weights), jnp.full(N, P - 1), G, **sized)
     s = N * G
     return start(
@@ -64,7 +64,7 @@ def test_decoding_with_prefixes_makes_no_copy_of_the_cache():
 
 
 def test_serving_makes_no_copy_of_the_cache():
-    sizes = {"blocks": 16, "block": 1, "prompt_tokens": P, "max_new_tokens": T}
+    sizes = {"rows": 16, "prompt_tokens": P, "max_new_tokens": T}
     empty = partial(batch.empty_batch, network=NETWORK, stop_width=4, biases=False, **sizes)
     state = jax.eval_shape(empty, WEIGHTS)
     run = partial(batch.decode_chunk, network=NETWORK, width=16)

@@ -224,10 +224,8 @@ def distribution_of(request, tokens):
     return logprobs - np.logaddexp.reduce(logprobs, axis=-1, keepdims=True)
 
 
-@pytest.mark.parametrize(
-    "shape", [{"slots": 7, "chunk": 3}, {"slots": 4, "block": 2, "chunk": None}], ids=str
-)
-def test_slots_chunks_and_blocks_change_no_completion(alone, shape):
+@pytest.mark.parametrize("shape", [{"slots": 7, "chunk": 3}, {"slots": 4, "chunk": None}], ids=str)
+def test_slots_and_chunks_change_no_completion(alone, shape):
     """Nor does it matter that the engine chooses how long its chunks are."""
     other = new_engine(requests=BIASES, tokenizer=TOKENIZER, **shape)
     assert_same(outcome(other, requests()), alone)
@@ -422,8 +420,8 @@ def test_requests_that_the_engine_lacks_options_for():
         engine.submit(Request(**FINE, top_logprobs=0))
     with pytest.raises(UserError, match="chunk = 0"):
         new_engine(chunk=0)
-    with pytest.raises(UserError, match="multiple of block = 2"):
-        new_engine(slots=3, block=2)
+    with pytest.raises(UserError, match="slots = 0; must be at least 1"):
+        new_engine(slots=0)
     with pytest.raises(UserError, match="holds 40"):
         new_engine(max_new_tokens=40)
 

@@ -15,7 +15,7 @@ from jrl.models.transformer import transformer
 from jrl.sampling.cache import share
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
-from jrl.sampling.sequences import first_members, sequence_keys
+from jrl.sampling.sequences import first_members, member_keys
 from jrl.sampling.slots import (
     IdleLimit,
     check_length,
@@ -97,7 +97,7 @@ def rollout():
 def begin():
     """The slots of ``rollout``, before the first token."""
     cache = jit(partial(prefill, network=NETWORK))(weights(), prompts(), LENGTHS)
-    keys = sequence_keys(jax.random.key(1), IDS, G).reshape(-1)
+    keys = member_keys(jax.random.key(1), IDS, first_members(N, G).number).reshape(-1)
     repeat = partial(np.repeat, repeats=G, axis=0)
     sized = {"network": NETWORK, "weights": weights(), "length": T}
     return start(

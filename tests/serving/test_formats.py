@@ -10,7 +10,7 @@ import pytest
 from hub_mirror import byte_tokenizer
 from needs_extra import require
 
-from jrl.episodes.call_grammars import call_rules
+from jrl.episodes.call_grammars import call_rules, json_expression
 from jrl.episodes.parsers import PARSERS, Call
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
@@ -270,7 +270,13 @@ def test_a_thought_that_the_template_opened_is_apart():
 
 BAD = [
     (shaped({"type": "integer", "minimum": 3, "maximum": 2}), "minimum (3) is greater"),
-    (shaped({"type": "array", "uniqueItems": True}), 'Unimplemented keys: ["uniqueItems"]'),
+    (shaped({"type": "array", "uniqueItems": True}), "the schema has uniqueItems, which"),
+    (shaped({"type": "string", "format": "phone"}), "the schema's format = 'phone'; remove it"),
+    (shaped({"$ref": "#"}), "refers to nothing but itself; give it a type"),
+    (
+        shaped({"type": "integer", "minimum": -(2**63)}),
+        "(min=Some(-9223372036854775808), max=None)",
+    ),
     (shaped({"type": "string", "pattern": "[a"}), "unclosed character class"),
     (shaped({"$ref": "#/$defs/none"}), "'/$defs/none' does not exist"),
     (shaped([]), "json_schema.schema must be an object"),
@@ -282,9 +288,20 @@ BAD = [
             "tool_choice": "required",
             "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
         },
-        'tool_choice: Unimplemented keys: ["not"]',
+        "tool_choice: the schema has not, which decoding cannot follow; remove it",
     ),
 ]
+
+
+def test_a_format_that_any_text_has_is_no_reason_to_refuse():
+    """pydantic writes them for Path, bytes and SecretStr."""
+    talker = Talker()
+    grammars = Grammars(talker, talker.vocab_size)
+    names = ("path", "file-path", "directory-path", "binary", "password")
+    fields = {name: {"type": "string", "format": name} for name in names}
+    schema = {"type": "object", "properties": fields | {"format": {"const": {"format": "path"}}}}
+    grammars.check(f"start: {json_expression(schema)}\n")
+    assert '"const": {"format": "path"}' in json_expression(schema)
 
 
 @pytest.mark.parametrize(("ask", "message"), BAD)

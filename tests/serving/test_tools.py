@@ -15,8 +15,9 @@ from jrl.episodes.recorded import read_recorded
 from jrl.errors import UserError
 from jrl.models.tokenizer import CharTokenizer
 from jrl.sampling.request import PartialCompletion, RequestLimits
+from jrl.serving.api_error import ApiError
 from jrl.serving.http import Service
-from jrl.serving.openai_requests import ApiError, parse
+from jrl.serving.openai_requests import parse
 from jrl.serving.openai_tools import Tools, calls_of, tool_parser
 from jrl.serving.record import Recorder
 from jrl.serving.server import HttpServer

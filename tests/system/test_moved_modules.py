@@ -2,32 +2,54 @@
 
 import importlib
 import importlib.util
+import pathlib
 import re
 
 import pytest
 
+import jrl
 from jrl.errors import UserError
-from jrl.methods import get_method
 from jrl.system.moved_modules import MOVED, moved_to
+from jrl.user_code import load
 
 
 def test_an_old_name_says_the_new_one():
     assert moved_to("jrl.envs.host") == "jrl.episodes.host"
     assert moved_to("jrl.envs.games.nim") == "jrl.zoo.envs.games.nim"
     assert moved_to("jrl.nothing") is moved_to("json.envs") is moved_to("jrl") is None
-    with pytest.raises(ModuleNotFoundError, match=r"^jrl\.own is jrl\.user_code now$"):
-        importlib.import_module("jrl.own")
+    with pytest.raises(ModuleNotFoundError, match=r"^jrl\.train\.replay is jrl.* and methods\.re"):
+        importlib.import_module("jrl.train.replay")
     with pytest.raises(
-        ModuleNotFoundError, match=r"^jrl\.envs is jrl\.episodes now; environments are"
+        ModuleNotFoundError, match=r"is jrl\.episodes\.nothing now, and there is none"
     ):
-        importlib.import_module("jrl.envs.players")
+        importlib.import_module("jrl.envs.nothing")
     with pytest.raises(ModuleNotFoundError, match="No module named 'jrl.nothing'"):
         importlib.import_module("jrl.nothing")
 
 
-def test_an_old_name_in_a_configuration_says_the_new_one():
-    with pytest.raises(UserError, match=r"there is no module .*; name jrl\.zoo\.methods\.entropy"):
-        get_method("jrl.methods.entropy:aepo")
+def test_an_old_name_is_the_same_module():
+    """Not a second copy of its classes, whichever of them is imported first."""
+    from jrl.episodes import host, parsers
+
+    spec = host.__spec__
+    with pytest.warns(FutureWarning, match=r"^jrl\.envs\.host is jrl\.episodes\.host now; write"):
+        from jrl.envs.host import Feedback
+    with pytest.warns(
+        FutureWarning, match="jrl.envs.parsers.hermes is jrl.episodes.parsers.hermes"
+    ):
+        from jrl.envs.parsers.hermes import HERMES
+    assert Feedback is host.Feedback
+    assert HERMES is parsers.PARSERS["hermes"]
+    assert host.__spec__ is spec
+
+
+def test_an_old_name_in_a_configuration_leads_to_the_new_one():
+    from jrl.zoo.methods.entropy import aepo
+
+    with pytest.warns(FutureWarning, match=r"is jrl\.zoo\.methods\.entropy now"):
+        assert load("jrl.methods.entropy:aepo", "method") is aepo
+    with pytest.raises(UserError, match=r"there is no module .*; name jrl\.methods\.stores and m"):
+        load("jrl.train.replay:arpo", "method")
 
 
 @pytest.mark.parametrize("old", MOVED)
@@ -35,5 +57,4 @@ def test_old_names_are_gone_and_new_ones_are_there(old):
     for new in re.split(r", | and ", MOVED[old]):
         new = f"zoo.adapters{new}" if new.startswith(".") else new
         assert importlib.util.find_spec(f"jrl.{new}"), new
-    with pytest.raises(ModuleNotFoundError, match=r" is jrl\..* now"):
-        importlib.import_module(f"jrl.{old}")
+        assert not pathlib.Path(jrl.__path__[0], *old.split(".")).with_suffix(".py").exists()

@@ -28,8 +28,8 @@ def _scan(text: str, schemas: Schemas) -> Iterator[Part]:
         name = recipient[1]
         value, end = json_at(text, at)
         at_end = text.startswith(_CALL_END, after_space(text, end))
-        whole = at_end or (isinstance(value, Malformed) and _CALL_END in text[at:])
-        call = call_with(name, value) if whole else None
+        complete = at_end or (isinstance(value, Malformed) and _CALL_END in text[at:])
+        call = call_with(name, value) if complete else None
         calls += 1
         yield Part(head.start(), end, call or malformed(f"{_CALL_END} is missing", name))
         at = max(at, end)

@@ -26,7 +26,6 @@ from jrl.models.attention.cudnn import Lengths, continued, continues, cudnn
 from jrl.models.attention.dense import (
     Part,
     PartialAttention,
-    Past,
     attend,
     attend_part,
     attend_parts,
@@ -35,7 +34,7 @@ from jrl.models.attention.dense import (
 )
 from jrl.models.attention.flash import Kernel, Marks, Place, attend_places
 from jrl.models.config import ModelConfig
-from jrl.types import Array
+from jrl.types import Array, SharedRows
 
 ATTENTION = ("auto", "blockwise", "cudnn", "splash", "triton", "xla")
 
@@ -250,37 +249,15 @@ def row_attention(
     return by_mask
 
 
-class Owners(NamedTuple):
-    """The prompt that each token continues, and prompts side by side in blocks.
-
-    Attributes:
-      positions: [R, C] int32, tokens.
-      segments: [R, C] int32; 0 is padding.
-      owners: [R, C] int32, in [0, b).
-      lengths: [M, b] int32, tokens of each prompt that count.
-      width: P, the columns of a prompt.
-      ends: [R, C] int32 or None, as in ``SharedRows``.
-      row_lengths: [R] int32 or None, its ``lengths``.
-    """
-
-    positions: Array
-    segments: Array
-    owners: Array
-    lengths: Array
-    width: int
-    ends: Array | None = None
-    row_lengths: Array | None = None
-
-
 SharedAttention = Callable[[Array, Array, Array, Array, Array, Array | int], Array]
 """(q [R, C, H, h], prompts' k and v [M, K, b * P, h], own k and v [R, K, C, h], window) -> values
 seen [R, C, H, h]; see ``types.NetworkExtras.hidden_shared``."""
 
 
-def shared_attention(kernel: str, config: ModelConfig, rows: Owners) -> SharedAttention:
+def shared_attention(kernel: str, config: ModelConfig, rows: SharedRows) -> SharedAttention:
     """Attention of the tokens of rows to the prompts that they continue and to each other."""
-    (r, c), (m, b), p = rows.positions.shape, rows.lengths.shape, rows.width
-    by_length = rows.row_lengths is not None and config.window is None and continues()
+    (r, c), (m, b, p) = rows.tokens.shape, rows.prompt_tokens.shape
+    by_length = rows.lengths is not None and config.window is None and continues()
     # Rows are looked at prompt by prompt, which devices must not share.
     by_length &= parts_of("batch", r) == parts_of("batch", m)
     kind = kernel_for(kernel, config, Shape(r, c, b * p + c), steady=True, lengths=by_length)
@@ -291,20 +268,20 @@ def shared_attention(kernel: str, config: ModelConfig, rows: Owners) -> SharedAt
     return _shared_by_mask(kind, config, rows)
 
 
-def _prompt_columns(rows: Owners) -> tuple[Array, Array, Array]:
+def _prompt_columns(rows: SharedRows) -> tuple[Array, Array, Array]:
     """The columns of a block of prompts.
 
     Returns:
       For each [b * P] the number of its prompt, to compare with ``owners``, and its column in that
       prompt; and whether it holds a token, [M, b * P].
     """
-    b, p = rows.lengths.shape[1], rows.width
+    _, b, p = rows.prompt_tokens.shape
     columns = jnp.tile(jnp.arange(p, dtype=jnp.int32), b)
-    inside = columns[None] < jnp.repeat(rows.lengths, p, axis=1)
+    inside = columns[None] < jnp.repeat(rows.prompt_lengths, p, axis=1)
     return jnp.repeat(jnp.arange(b, dtype=jnp.int32), p), columns, inside
 
 
-def _shared_by_places(kind: str, config: ModelConfig, rows: Owners) -> SharedAttention:
+def _shared_by_places(kind: str, config: ModelConfig, rows: SharedRows) -> SharedAttention:
     """By kernels that compare segments and positions, as "splash" and "blockwise" do."""
     slots, columns, inside = _prompt_columns(rows)
     row_marks = Marks(rows.segments, rows.positions)
@@ -317,7 +294,7 @@ def _shared_by_places(kind: str, config: ModelConfig, rows: Owners) -> SharedAtt
     queries = Marks(jnp.where(rows.segments != 0, rows.owners + 1, 0), rows.positions)
     # Splash sees equal ids alone, so rows that branch are looked at block by block.
     of_rows = kind if rows.ends is None else "blockwise"
-    kernels = _kernel(of_rows, config, None), _kernel(kind, config, rows.width)
+    kernels = _kernel(of_rows, config, None), _kernel(kind, config, rows.prompt_tokens.shape[2])
 
     def by_places(
         q: Array, before_k: Array, before_v: Array, k: Array, v: Array, window: Array | int
@@ -328,15 +305,15 @@ def _shared_by_places(kind: str, config: ModelConfig, rows: Owners) -> SharedAtt
     return by_places
 
 
-def _shared_by_lengths(config: ModelConfig, rows: Owners) -> SharedAttention:
+def _shared_by_lengths(config: ModelConfig, rows: SharedRows) -> SharedAttention:
     """By cuDNN, which is told the lengths of rows that continue one prompt each."""
-    assert rows.row_lengths is not None
-    lengths, scale = Lengths(rows.lengths[:, 0], rows.row_lengths), scale_of(config)
+    assert rows.lengths is not None
+    lengths, scale = Lengths(rows.prompt_lengths[:, 0], rows.lengths), scale_of(config)
 
     def by_lengths(
         q: Array, before_k: Array, before_v: Array, k: Array, v: Array, window: Array | int
     ) -> Array:
-        of_rows = mesh_axes("batch", rows.lengths.shape[0])
+        of_rows = mesh_axes("batch", rows.prompt_lengths.shape[0])
         heads = mesh_axes("kv_heads", k.shape[1])
         of_q, of_keys = PartitionSpec(of_rows, None, heads), PartitionSpec(of_rows, heads)
         of_lengths = jax.tree.map(lambda _: PartitionSpec(of_rows), lengths)
@@ -347,14 +324,14 @@ def _shared_by_lengths(config: ModelConfig, rows: Owners) -> SharedAttention:
     return by_lengths
 
 
-def _shared_by_mask(kind: str, config: ModelConfig, rows: Owners) -> SharedAttention:
+def _shared_by_mask(kind: str, config: ModelConfig, rows: SharedRows) -> SharedAttention:
     """By masks over all prompts of a row and over the row itself."""
     scale, cap = scale_of(config), config.attention_softcap
     slots, columns, inside = _prompt_columns(rows)
-    each = rows.positions.shape[0] // rows.lengths.shape[0]
+    each = rows.positions.shape[0] // rows.prompt_lengths.shape[0]
     prefix_mask = (rows.segments != 0)[:, :, None] & jnp.repeat(inside, each, axis=0)[:, None]
     # With one prompt a block every token belongs to it, and the mask [R, C, P] is not needed.
-    if rows.lengths.shape[1] > 1:
+    if rows.prompt_lengths.shape[1] > 1:
         prefix_mask &= rows.owners[:, :, None] == slots[None, None]
     back_distance = rows.positions[:, :, None] - columns[None, None]
     where = rows.positions, rows.segments
@@ -375,7 +352,7 @@ def _shared_by_mask(kind: str, config: ModelConfig, rows: Owners) -> SharedAtten
             k, v = (jnp.concatenate(x, axis=2) for x in zip(both, (k, v), strict=True))
             both_masks = jnp.concatenate([shared_mask, own_mask], axis=2)
             return cudnn(q, k, v, scale=scale, mask=both_masks)
-        prefix = Past(before_k, before_v, shared_mask)
+        prefix = Part(before_k, before_v, shared_mask)
         return attend_shared(q, prefix, k, v, own_mask, scale=scale, softcap=cap)
 
     return by_mask

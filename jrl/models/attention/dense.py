@@ -116,23 +116,29 @@ def _scores(
     return jnp.where(mask_bqc[:, None, None], scores, MASKED)
 
 
-class Past(NamedTuple):
-    """Keys and values that come first, each held once for ``members`` consecutive rows.
+class Part(NamedTuple):
+    """Keys and values that queries look at, held once for ``members`` consecutive rows.
 
     Attributes:
-      k_nkpd: [N, K, P, h].
-      v_nkpd: [N, K, P, h].
-      mask_rqp: [R, Q, P] bool, True where visible; row r reads prompt r // members = r // (R / N).
+      k_mkcd: [M, K, C, h]; row s of the queries reads row s // members, members = S / M.
+      v_mkcd: [M, K, C, h].
+      mask_sqc: [S, Q, C] bool, True where visible.
+      reached: [] bool, False when no query sees any of it, which is then not read; None for always.
+      k_scale: [M, K, 1, C] float32, what keys are multiplied by; None where they are floats.
+      v_scale: [M, K, 1, C] float32, the same for values.
     """
 
-    k_nkpd: Array
-    v_nkpd: Array
-    mask_rqp: Array
+    k_mkcd: Array
+    v_mkcd: Array
+    mask_sqc: Array
+    reached: Array | None = None
+    k_scale: Array | None = None
+    v_scale: Array | None = None
 
 
 def attend_shared(
     q_rqhd: Array,
-    prefix: Past,
+    prefix: Part,
     k_rkcd: Array,
     v_rkcd: Array,
     mask_rqc: Array,
@@ -147,7 +153,7 @@ def attend_shared(
 
     Args:
       q_rqhd: [R, Q, H, h].
-      prefix: the prompts'.
+      prefix: the prompts', floats that are always read.
       k_rkcd: [R, K, C, h], the rows' own.
       v_rkcd: [R, K, C, h].
       mask_rqc: [R, Q, C] bool, True where visible.
@@ -158,9 +164,9 @@ def attend_shared(
       [R, Q, H, h] in the dtype of ``v_rkcd``. A query that sees nothing gets a mean of the values.
     """
     r, q, h, d = q_rqhd.shape
-    n, k, p = prefix.k_nkpd.shape[:3]
+    n, k, p = prefix.k_mkcd.shape[:3]
     m, g, c = r // n, h // k, k_rkcd.shape[2]
-    chex.assert_shape(prefix.mask_rqp, (r, q, p))
+    chex.assert_shape(prefix.mask_sqc, (r, q, p))
     chex.assert_shape(mask_rqc, (r, q, c))
     # Rows of one prompt next to each other, so that they are the rows of one matrix product.
     q_nkmgqd = q_rqhd.reshape(n, m, q, k, g, d).transpose(0, 3, 1, 4, 2, 5)
@@ -173,10 +179,10 @@ def attend_shared(
         return jnp.where(mask_rqx.reshape(n, 1, m, 1, q, -1), products, MASKED)
 
     # Two products and one softmax: joined keys would be a copy of the prompt's for each row.
-    before = scores("nkmgqd,nkpd->nkmgqp", prefix.k_nkpd, prefix.mask_rqp)
+    before = scores("nkmgqd,nkpd->nkmgqp", prefix.k_mkcd, prefix.mask_sqc)
     own_scores = scores("nkmgqd,nmkcd->nkmgqc", k_nmkcd, mask_rqc)
     specs = "nkpd,nkmgqp->nkmgqd", "nmkcd,nkmgqc->nkmgqd"
-    return _read(_Reading(specs, "nmqkgd"), (before, own_scores), (prefix.v_nkpd, v_nmkcd))
+    return _read(_Reading(specs, "nmqkgd"), (before, own_scores), (prefix.v_mkcd, v_nmkcd))
 
 
 def _softmax(parts: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -264,26 +270,6 @@ _read.defvjp(_read_forward, _read_backward)
 # that rows share. What the queries see of each part is merged under one softmax by the largest
 # scores and the sums of weights, as in "FlashAttention: Fast and Memory-Efficient Exact Attention
 # with IO-Awareness" (arXiv:2205.14135).
-
-
-class Part(NamedTuple):
-    """Keys and values that queries look at, held once for ``members`` consecutive rows.
-
-    Attributes:
-      k_mkcd: [M, K, C, h]; row s of the queries reads row s // members, members = S / M.
-      v_mkcd: [M, K, C, h].
-      mask_sqc: [S, Q, C] bool, True where visible.
-      reached: [] bool, False when no query sees any of it, which is then not read; None for always.
-      k_scale: [M, K, 1, C] float32, what keys are multiplied by; None where they are floats.
-      v_scale: [M, K, 1, C] float32, the same for values.
-    """
-
-    k_mkcd: Array
-    v_mkcd: Array
-    mask_sqc: Array
-    reached: Array | None = None
-    k_scale: Array | None = None
-    v_scale: Array | None = None
 
 
 class PartialAttention(NamedTuple):

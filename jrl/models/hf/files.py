@@ -20,7 +20,7 @@ import numpy as np
 from jrl.errors import UserError, unknown_choice
 from jrl.hub import model_directory, near_models
 from jrl.models.config import DTYPES, ModelConfig
-from jrl.models.hf.names import Tensor, leaves, tensors
+from jrl.models.hf.names import Tensor, leaf_at, leaves, tensors
 from jrl.models.hf.parse import parse
 from jrl.models.hf.render import render
 from jrl.models.hf.stored import in_memory, open_safetensors, stored_tree
@@ -256,12 +256,6 @@ def open_trunk(
     return config, stored_tree(list(leaves(weights(config))), expected, files, dtype_name)
 
 
-def _leaf(params: Params, path: tuple[str, ...]) -> Any:
-    for key in path:
-        params = params[key]
-    return params
-
-
 # ---------------------------------------------------------------- writing
 
 
@@ -361,7 +355,7 @@ def _write_tensors(
 
     table = tensors(config)
     sizes = {
-        name: int(np.prod(t.shape)) * np.dtype(_leaf(params, t.path).dtype).itemsize
+        name: int(np.prod(t.shape)) * np.dtype(leaf_at(params, t.path).dtype).itemsize
         for name, t in table.items()
     }
     shards: list[list[str]] = [[]]
@@ -386,7 +380,7 @@ def _write_tensors(
 
 def _fetch(params: Params, tensor: Tensor) -> np.ndarray:
     """One tensor in the file's layout, on the host."""
-    value = np.asarray(_leaf(params, tensor.path)[tensor.at or ...])
+    value = np.asarray(leaf_at(params, tensor.path)[tensor.at or ...])
     if tensor.transposed:
         return np.ascontiguousarray(value.reshape(tensor.shape[::-1]).T)
     return np.ascontiguousarray(value.reshape(tensor.shape))

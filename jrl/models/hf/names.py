@@ -9,6 +9,7 @@ import numpy as np
 
 from jrl.models.config import ModelConfig
 from jrl.models.weights import WeightSpec, weights
+from jrl.types import Params
 
 _NAMES = {
     "embed": "model.embed_tokens.weight",
@@ -86,6 +87,13 @@ def leaves(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tup
             yield from leaves(value, (*path, key))
         else:
             yield (*path, key), value
+
+
+def leaf_at(params: Params, path: tuple[str, ...]) -> Any:
+    """The node of nested dicts under these keys."""
+    for key in path:
+        params = params[key]
+    return params
 
 
 def _tensor(path: tuple[str, ...], at: tuple[int, ...], spec: WeightSpec) -> Tensor:

@@ -17,7 +17,7 @@ import numpy as np
 from jrl.errors import UserError
 from jrl.hub import hub_name, model_directory
 from jrl.models.config import ModelConfig
-from jrl.models.hf.names import tensors
+from jrl.models.hf.names import leaf_at, tensors
 from jrl.models.lora import TARGETS, Lora
 from jrl.system.json_text import parse_json
 from jrl.types import Params
@@ -69,7 +69,7 @@ def save_adapters(
     name = hub_name(base or "")
     values: dict[str, np.ndarray] = {}
     for prefix, (path, layer) in _modules(config, lora).items():
-        a, b = (np.asarray(_pair(adapters, path)[name][layer], np.float32) for name in ("a", "b"))
+        a, b = (np.asarray(leaf_at(adapters, path)[name][layer], np.float32) for name in ("a", "b"))
         values[f"{prefix}.lora_A.weight"] = np.ascontiguousarray(a.reshape(-1, lora.rank).T)
         values[f"{prefix}.lora_B.weight"] = np.ascontiguousarray(b.reshape(lora.rank, -1).T)
     save_file(values, target / TENSORS, metadata={"format": "pt"})
@@ -175,9 +175,3 @@ def _shaped(config: ModelConfig, lora: Lora, stacks: dict[tuple, Any]) -> Params
         return value.reshape(leaf.shape)
 
     return jax.tree_util.tree_map_with_path(fill, shapes)
-
-
-def _pair(adapters: Params, path: tuple[str, ...]) -> Params:
-    for key in path:
-        adapters = adapters[key]
-    return adapters

@@ -141,14 +141,12 @@ def array_env(
     """
     _check(game, turns, goal, opponent, digits, decimals)
     game = plain_keys(game)
-    observation = (
-        (lambda state: game.observe(state)) if show is None else _shown(game.observe, show)
-    )
+    shown = show or (lambda observation: observation)
     key = jax.eval_shape(lambda: jax.random.key(0))
     symbols = FIGURES + "+-"
     width = 1 if game.actions <= len(LETTERS) else 2
     tokenizer = char_tokenizer(symbols + LETTERS[: game.actions])
-    write = lambda state: 2 + written(observation(state), digits, decimals)  # noqa: E731
+    write = lambda state: 2 + written(shown(game.observe(state)), digits, decimals)  # noqa: E731
     text = jax.eval_shape(lambda k: write(game.reset(k)), key)
     several = game.players > 1 and opponent == "self"
     mover = lambda playing: game.player(playing.state).astype(jnp.int32)  # noqa: E731
@@ -223,10 +221,6 @@ def _others_move(
     # A loop and not one move: with more than two players several others move in a row.
     state, done, paid, _ = jax.lax.while_loop(others_turn, move, (playing.state, done, paid, key))
     return state, done, paid
-
-
-def _shown(observe: Callable[[Any], Any], show: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda state: show(observe(state))
 
 
 def _check(game: Game, turns: int, goal: float, opponent: str, digits: int, decimals: int) -> None:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from jrl.episodes.host import Feedback, HostEnv, Limits, Reply
 from jrl.system.extras import need
 from jrl.types import NOTHING, Prompt
 from jrl.user_code import load
-
-
-class _Episode(NamedTuple):
-    env: Any
 
 
 def from_gymnasium(
@@ -51,29 +47,26 @@ def from_gymnasium(
         make = lambda: gymnasium.make(name, **options)  # noqa: E731
     new = make
 
-    def init(prompt: Prompt, seed: int) -> tuple[_Episode, list[dict[str, str]]]:
+    def init(prompt: Prompt, seed: int) -> tuple[Any, list[dict[str, str]]]:
         env = new()
         observation, _ = env.reset(seed=seed % 2**31)
         start = f"{prompt.text}\n{show(observation)}" if prompt.text else show(observation)
-        return _Episode(env), [{"role": "user", "content": start}]
+        return env, [{"role": "user", "content": start}]
 
-    def step(episode: _Episode, reply: Reply) -> tuple[_Episode, Feedback]:
+    def step(env: Any, reply: Reply) -> tuple[Any, Feedback]:
         action = read(reply.text)
         if action is None:
             messages = [{"role": "user", "content": unreadable}]
-            return episode, Feedback(messages, metrics={"unreadable": 1.0})
-        observation, reward, terminated, truncated, _ = episode.env.step(action)
+            return env, Feedback(messages, metrics={"unreadable": 1.0})
+        observation, reward, terminated, truncated, _ = env.step(action)
         text = show(observation)
         done = bool(terminated or truncated)
         messages = [{"role": "user", "content": text}]
         reward = float(reward)
         won = done and reward > 0
-        return episode, Feedback(messages, reward, done=done, success=won, state_key=text)
+        return env, Feedback(messages, reward, done=done, success=won, state_key=text)
 
-    def close(episode: _Episode) -> None:
-        episode.env.close()
-
-    return HostEnv(init, step, close, limits=limits)
+    return HostEnv(init, step, lambda env: env.close(), limits=limits)
 
 
 def gymnasium(

@@ -99,7 +99,7 @@ class McpServer:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="jrl-mcp", daemon=True)
         self._thread.start()
-        self._requests: asyncio.Queue[Any] | None = None
+        self._connection: _Connection | None = None
         try:
             self._listed = self._ask("list_tools").result(_START_SECONDS).tools
         except Exception as error:
@@ -175,8 +175,8 @@ class McpServer:
             return
 
         async def end() -> None:
-            if self._requests is not None:
-                self._requests.put_nowait(None)
+            if self._connection is not None:
+                self._connection.end()
             others = asyncio.all_tasks() - {asyncio.current_task()}
             if others:
                 await asyncio.wait(others, timeout=5.0)
@@ -189,59 +189,62 @@ class McpServer:
     # ------------------------------------------------------------ in the thread
 
     def _ask(self, method: str, *arguments: Any) -> concurrent.futures.Future[Any]:
-        answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        self._loop.call_soon_threadsafe(self._submit, method, arguments, answer)
-        return answer
+        return asyncio.run_coroutine_threadsafe(self._call(method, arguments), self._loop)
 
-    def _submit(self, *request: Any) -> None:
-        if self._requests is None:
-            self._requests = asyncio.Queue()
-            self._loop.create_task(self._serve(self._requests))
-        self._requests.put_nowait(request)
-
-    async def _serve(self, requests: asyncio.Queue[Any]) -> None:
-        """Opens a connection and answers requests at a time; ends with the connection."""
-        waiting: set[asyncio.Task[None]] = set()
+    async def _call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        """A request over the connection, which is opened if none is there, and ends by an error."""
+        if self._connection is None or self._connection.task.done():
+            self._connection = _Connection(self._client(self._connect()))
+        connection = self._connection
         try:
-            async with self._client(self._connect()) as client:
-                while (request := await requests.get()) is not None:
-                    method, arguments, answer = request
-                    work = self._answer(client, method, arguments, answer, requests)
-                    task = asyncio.create_task(work)
-                    waiting.add(task)
-                    task.add_done_callback(waiting.discard)
-        except BaseException as error:
-            _refuse(requests, error)
+            return await connection.call(method, arguments)
+        except Exception:
+            connection.end()
+            if self._connection is connection:
+                self._connection = None
+            raise
+
+
+class _Connection:
+    """A client's session, held open by a task of its own: what a task enters it must leave.
+
+    Args:
+      client: an async context manager, to be entered.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._session: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._ended = asyncio.Event()
+        self.task = asyncio.create_task(self._hold(client))
+
+    async def _hold(self, client: Any) -> None:
+        try:
+            async with client as session:
+                self._session.set_result(session)
+                await self._ended.wait()
+        except BaseException as error:  # afterwards calls see that this task has ended
+            if not self._session.done():
+                self._session.set_exception(ConnectionError(_words(error)))
+
+    async def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        """The result of a method of the session.
+
+        Raises:
+          ConnectionError: the session does not open, or ends meanwhile.
+        """
+        session = await asyncio.shield(self._session)
+        work = asyncio.ensure_future(getattr(session, method)(*arguments))
+        try:
+            await asyncio.wait({work, self.task}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise ConnectionError("the connection has ended")
+            return work.result()
         finally:
-            self._leave(requests)
-            _refuse(requests, ConnectionError("the connection has ended"))
-            for task in waiting:
-                task.cancel()
+            work.cancel()
 
-    async def _answer(
-        self,
-        client: Any,
-        method: str,
-        arguments: tuple[Any, ...],
-        answer: concurrent.futures.Future[Any],
-        requests: asyncio.Queue[Any],
-    ) -> None:
-        try:
-            result = await getattr(client, method)(*arguments)
-        except BaseException as error:
-            if not answer.done():
-                answer.set_exception(ConnectionError(_words(error)))
-            if not isinstance(error, asyncio.CancelledError):
-                self._leave(requests)
-        else:
-            if not answer.done():
-                answer.set_result(result)
-
-    def _leave(self, requests: asyncio.Queue[Any]) -> None:
-        """Ends a connection; the next request opens another."""
-        if self._requests is requests:
-            self._requests = None
-            requests.put_nowait(None)
+    def end(self) -> None:
+        """Closes the session."""
+        self._ended.set()
 
 
 def plain_name(name: str, names_in_use: Container[str] = ()) -> str:
@@ -261,14 +264,6 @@ def plain_name(name: str, names_in_use: Container[str] = ()) -> str:
         number += 1
         unique = f"{plain[: 63 - len(str(number))]}_{number}"
     return unique
-
-
-def _refuse(requests: asyncio.Queue[Any], error: BaseException) -> None:
-    """Fails the requests of a connection that has ended."""
-    while not requests.empty():
-        request = requests.get_nowait()
-        if request is not None and not request[2].done():
-            request[2].set_exception(ConnectionError(_words(error)))
 
 
 def _text(part: Any) -> str:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from jrl.episodes.host import EnvError, Feedback, HostEnv, Limits, Reply
 from jrl.system.extras import need
 from jrl.types import NOTHING, Prompt
-
-
-class _Session(NamedTuple):
-    client: Any
 
 
 def from_openenv(
@@ -50,7 +46,7 @@ def from_openenv(
             raise EnvError(f"an observation without {observation!r}; it has {fields}")
         return str(fields_seen[observation])
 
-    async def init(prompt: Prompt, seed: int) -> tuple[_Session, list[dict[str, str]]]:
+    async def init(prompt: Prompt, seed: int) -> tuple[Any, list[dict[str, str]]]:
         client = core.GenericEnvClient(url, message_timeout_s=limits.call_seconds)
         try:
             await client.connect()
@@ -60,17 +56,17 @@ def from_openenv(
             await client.close()
             raise
         start = f"{prompt.text}\n{text}" if prompt.text else text
-        return _Session(client), [{"role": "user", "content": start}]
+        return client, [{"role": "user", "content": start}]
 
-    async def step(session: _Session, reply: Reply) -> tuple[_Session, Feedback]:
-        result = await session.client.step({**fixed, action: reply.text})
+    async def step(client: Any, reply: Reply) -> tuple[Any, Feedback]:
+        result = await client.step({**fixed, action: reply.text})
         reward, done = float(result.reward or 0.0), bool(result.done)
         text = shown(result.observation)
         messages = [{"role": "user", "content": text or "..."}]
         won = done and reward > 0
-        return session, Feedback(messages, reward, done=done, success=won, state_key=text)
+        return client, Feedback(messages, reward, done=done, success=won, state_key=text)
 
-    async def close(session: _Session) -> None:
-        await session.client.close()
+    async def close(client: Any) -> None:
+        await client.close()
 
     return HostEnv(init, step, close, limits=limits, fork=None)  # a state is a connection

@@ -9,7 +9,7 @@ from jrl.episodes.host import Feedback, HostEnv, Limits, Reply
 from jrl.system.extras import need
 from jrl.types import NOTHING, Prompt
 
-_ASK = "Put the final answer within <answer></answer>."
+ASK = "Put the final answer within <answer></answer>."
 
 
 class _Problem(NamedTuple):
@@ -24,7 +24,7 @@ def from_reasoning_gym(
     attempts: int = 1,
     problems: int = 100_000,
     seed: int,
-    ask: str = _ASK,
+    ask: str = ASK,
 ) -> HostEnv:
     """A task as an environment; needs the extra ``reasoning-gym``.
 

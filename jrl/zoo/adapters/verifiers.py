@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import itertools
 import json
 import sys
@@ -96,18 +95,9 @@ def from_verifiers(
     async def episode(policy: Policy, prompt: Prompt, seed: int) -> Outcome:
         now = rows[split["now"]]
         task = _with_text(now[seed % len(now)], prompt.text)
-        await service.open()
-        with service.conversation() as (conversation, add_trace):
-            run = asyncio.create_task(
-                service.env.run_episode(task, service.context, on_trace=add_trace)
-            )
-            try:
-                reply = await _play(policy, conversation, run, family, tools)
-                reward, metrics = _scored(await run, conversation.traces)
-            finally:
-                run.cancel()
-                with contextlib.suppress(BaseException):
-                    await run
+        async with service.episode(task) as (conversation, run):
+            reply = await _play(policy, conversation, run, family, tools)
+            reward, metrics = _scored(await run, conversation.traces)
         won = reward >= success
         return Outcome(reward, success=won, metrics=metrics, cut=reply.cut and not won)
 
@@ -203,20 +193,11 @@ def _tools(vf: Any, id: str, config: Any, task: Any) -> tuple[dict[str, Any], ..
 
     async def first() -> Any:
         service = Service(vf, vf.load_environment(config))
-        await service.open()
         try:
-            with service.conversation() as (conversation, add_trace):
-                run = asyncio.create_task(
-                    service.env.run_episode(task, service.context, on_trace=add_trace)
-                )
-                try:
-                    async with asyncio.timeout(_TOOL_SECONDS):
-                        body = await conversation.question(run)
-                    return body if body is not None else _scored(await run, set())
-                finally:
-                    run.cancel()
-                    with contextlib.suppress(BaseException):
-                        await run
+            async with service.episode(task) as (conversation, run):
+                async with asyncio.timeout(_TOOL_SECONDS):
+                    body = await conversation.question(run)
+                return body if body is not None else _scored(await run, set())
         finally:
             await service.close()
             await asyncio.sleep(0.1)  # programs that were killed are waited for in this loop

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from jrl.episodes.host import EnvError
@@ -109,18 +109,27 @@ class Service:
                 await self._serving
         self._loop = self._serving = None
 
-    @contextlib.contextmanager
-    def conversation(self) -> Any:
-        """(a new conversation, what ``run_episode`` calls with each trace of its episode)."""
+    @contextlib.asynccontextmanager
+    async def episode(self, task: Any) -> AsyncIterator[tuple[Conversation, asyncio.Task[Any]]]:
+        """The conversation of an episode of a task, and the episode, which ends with the context.
+
+        Raises:
+          EnvError: the environment does not start.
+        """
+        await self.open()
         conversation, traces = Conversation(), []
 
         def add(trace: Any) -> None:
             traces.append(trace.id)
             self._conversations[trace.id] = conversation
 
+        run = asyncio.create_task(self.env.run_episode(task, self.context, on_trace=add))
         try:
-            yield conversation, add
+            yield conversation, run
         finally:
+            run.cancel()
+            with contextlib.suppress(BaseException):
+                await run
             conversation.close()
             for trace in traces:
                 self._conversations.pop(trace, None)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 
 from jrl.episodes.host import EnvError, EnvExtras, Feedback, HostEnv, Limits, Reply
+from jrl.episodes.model_endpoint import user_message
 from jrl.errors import UserError
 from jrl.models.chat_frames import Message
 from jrl.types import Prompt
@@ -55,7 +56,7 @@ def prover(*, errors_end: bool = True, penalty: float = 0.0, system: str | None 
     async def init(prompt: Prompt, seed: int) -> tuple[Goals, list[Message]]:
         goals = read_statement(prompt.text)
         opening = [] if system is None else [{"role": "system", "content": system}]
-        return goals, [*opening, _user(f"{INSTRUCTION}\n\n{show_goals(goals)}")]
+        return goals, [*opening, user_message(f"{INSTRUCTION}\n\n{show_goals(goals)}")]
 
     async def step(goals: Goals, reply: Reply) -> tuple[Goals, Feedback]:
         try:
@@ -63,7 +64,7 @@ def prover(*, errors_end: bool = True, penalty: float = 0.0, system: str | None 
         except TacticError as error:
             goals_text = show_goals(goals)
             return goals, Feedback(
-                messages=[_user(f"error: {error}\n\n{goals_text}")],
+                messages=[user_message(f"error: {error}\n\n{goals_text}")],
                 reward=-penalty,
                 done=errors_end,
                 state_key=goals_text,
@@ -72,10 +73,11 @@ def prover(*, errors_end: bool = True, penalty: float = 0.0, system: str | None 
             )
         if not goals:
             return goals, Feedback(reward=1.0, done=True, success=True)
-        return goals, Feedback([_user(show_goals(goals))], state_key=show_goals(goals))
+        return goals, Feedback([user_message(show_goals(goals))], state_key=show_goals(goals))
 
     extras = EnvExtras(verified=True)
-    return HostEnv(init, step, fork=_same, limits=Limits(turns=24), extras=extras)
+    fork = lambda goals: goals  # noqa: E731 - they never change, so that episodes may share them
+    return HostEnv(init, step, fork=fork, limits=Limits(turns=24), extras=extras)
 
 
 def read_statement(text: str) -> Goals:
@@ -99,12 +101,3 @@ def tactic_of(text: str) -> str:
     """
     lines = (line.strip() for line in text.rpartition("</think>")[2].splitlines())
     return next((line for line in lines if line and not line.startswith("```")), "")
-
-
-def _user(content: str) -> Message:
-    return {"role": "user", "content": content}
-
-
-def _same(goals: Goals) -> Goals:
-    """Goals never change, so that episodes may share them."""
-    return goals

@@ -108,10 +108,6 @@ def configured_writer(value: Any) -> Writer:
     for name in ("about", "key_variable"):
         if not isinstance(options.get(name, ""), str):
             raise UserError(f"data.writer.{name} = {options[name]!r:.40}; write a text")
-    for name in ("max_tokens", "temperature"):
-        number = options.get(name, 1)
-        if isinstance(number, bool) or not isinstance(number, int | float) or number < 0:
-            raise UserError(f"data.writer.{name} = {number!r:.40}; write a number of at least 0")
     if not isinstance(options.get("check", True), bool):
         raise UserError(f"data.writer.check = {options['check']!r:.20}; must be true or false")
     writer_options = {name: options.pop(name) for name in ("about", "check") if name in options}

@@ -16,18 +16,18 @@ from jrl.types import Prompt
 from jrl.zoo.envs.answer_rewards import EXACT, Judge, last_turn_reward
 
 
-def noise_chance(progress: float, start: float, end: float, base: float = 4.0) -> float:
+def noise_chance(progress: float, start: float, end: float) -> float:
     """The chance that a simulated search misleads, after a share ``progress`` of the training.
 
     The curriculum of "ZeroSearch: Incentivize the Search Capability of LLMs without Searching"
     (arXiv:2505.04588):
 
-        p = start + (base^progress - 1) / (base - 1) (end - start)
+        p = start + (4^progress - 1) / 3 (end - start)
 
     >>> noise_chance(0.0, 0.25, 0.5), noise_chance(0.5, 0.0, 0.75), noise_chance(1.0, 0.25, 0.5)
     (0.25, 0.25, 0.5)
     """
-    return start + (base ** min(progress, 1.0) - 1) / (base - 1) * (end - start)
+    return start + (4.0 ** min(progress, 1.0) - 1) / 3 * (end - start)
 
 
 _DOCUMENTS = (

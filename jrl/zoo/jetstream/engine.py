@@ -150,8 +150,6 @@ class SlotEngine:
             raise UserError(
                 f"prompts of up to {prompt_tokens} tokens; JetStream takes {PREFILL_TOKENS[-1]}"
             )
-        if slots < 1:
-            raise UserError(f"slots = {slots}; must be at least 1")
         bias = sampling_params.bias
         self._rows = Rows(
             network,

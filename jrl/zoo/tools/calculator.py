@@ -96,14 +96,14 @@ def _power(base: int | float, exponent: int | float) -> Any:
     return base**exponent
 
 
-def calculator_tool(name: str = "calculator") -> Tool:
+def calculator_tool() -> Tool:
     """``calculate`` as a tool with one argument, "expression"."""
 
     async def call(expression: str) -> str:
         return str(calculate(expression))
 
     return Tool(
-        name=name,
+        name="calculator",
         description="Computes an arithmetic expression.",
         parameters=one_text("expression", description="such as 2 * (3 + 4) ** 2"),
         call=call,

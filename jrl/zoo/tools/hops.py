@@ -31,15 +31,20 @@ class World(NamedTuple):
     questions: list[tuple[str, str]]
 
 
-def make_world(seed: int, *, countries: int = 8, cities: int = 24, people: int = 80) -> World:
+_COUNTRIES, _CITIES, _PEOPLE = 8, 24, 80
+
+
+def make_world(seed: int) -> World:
     """The world of a seed; every answer is a name that some document holds."""
     rng = random.Random(seed)
     names = _names(rng)
-    lands = [next(names) + "ia" for _ in range(countries)]
-    towns = [next(names) + rng.choice(["ton", "burg", "mouth", "field"]) for _ in range(cities)]
-    persons = [f"{next(names)} {next(names)}" for _ in range(people)]
-    firms = [f"{next(names)} {rng.choice(['Works', 'Mills', 'Lines'])}" for _ in range(people // 2)]
-    books = [f"The {next(names)} {rng.choice(['Letters', 'Papers'])}" for _ in range(people // 2)]
+    lands = [next(names) + "ia" for _ in range(_COUNTRIES)]
+    towns = [next(names) + rng.choice(["ton", "burg", "mouth", "field"]) for _ in range(_CITIES)]
+    persons = [f"{next(names)} {next(names)}" for _ in range(_PEOPLE)]
+    firms = [
+        f"{next(names)} {rng.choice(['Works', 'Mills', 'Lines'])}" for _ in range(_PEOPLE // 2)
+    ]
+    books = [f"The {next(names)} {rng.choice(['Letters', 'Papers'])}" for _ in range(_PEOPLE // 2)]
     land_of = {town: rng.choice(lands) for town in towns}
     born = {person: rng.choice(towns) for person in persons}
     founder = {firm: rng.choice(persons) for firm in firms}

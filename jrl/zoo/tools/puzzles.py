@@ -25,8 +25,8 @@ from typing import Any
 
 from jrl.errors import UserError, unknown_choice
 from jrl.system.extras import need
+from jrl.zoo.adapters.reasoning_gym import ASK
 
-ASK = "Put the final answer within <answer></answer>."
 TREE = (
     "Think in a tree: write down several ways to go on, try each of them a few steps, say how"
     " promising each one is, drop those that cannot work, and go back to an earlier branch where"

@@ -17,7 +17,7 @@ import numpy as np
 from jrl.config import Config
 from jrl.errors import UserError, unknown_choice
 from jrl.evaluate import load_policy
-from jrl.evaluate.search import points_of
+from jrl.evaluate.search import points_of, problems_of
 from jrl.mesh import AXES, make_mesh
 from jrl.models.config import DTYPES
 from jrl.sampling.engine import Engine
@@ -25,9 +25,8 @@ from jrl.sampling.request import Completion, Request, RequestFeatures
 from jrl.serving.launch import ServedPolicy, served_policy
 from jrl.setup.run import Run
 from jrl.train import build
-from jrl.train.batches import undrawn_source
 from jrl.train.memory_check import check_problems, check_slots
-from jrl.types import StopReason
+from jrl.types import Prompt, StopReason
 
 _CHUNK = 16
 
@@ -200,15 +199,15 @@ def measure_drift(
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
         del params  # it is loaded anew on each mesh
-        problem_set = _Problems(run, key, problems)
+        about, prompts = problems_of(run, key, "eval", problems)
     results: dict[str, dict[Setting, list[Sampled]]] = {"greedy": {}, "sampled": {}}
     for mesh, dtype in itertools.product(meshes, dtypes):
         policy = served_policy(_changed(config, sizes[mesh], dtype), checkpoint=checkpoint)
         for batch in batches:
             engine = _engine(policy, batch, run.width)
             for kind, samples in results.items():
-                completions = _draw(engine, policy, problem_set.prompts, _sampling(config, kind))
-                points = problem_set.points(completions)
+                completions = _draw(engine, policy, prompts, _sampling(config, kind))
+                points = _points(run, about, prompts, completions)
                 samples[Setting(batch, mesh, dtype)] = [
                     Sampled(c.tokens, logprobs, float(p))
                     for (c, logprobs), p in zip(completions, points, strict=True)
@@ -222,7 +221,7 @@ def measure_drift(
         for setting in results["greedy"]
     ]
     rows = {kind: compare(samples) for kind, samples in results.items()}
-    return {"step": step, "problems": len(problem_set.prompts), **rows, "settings": summaries}
+    return {"step": step, "problems": len(prompts), **rows, "settings": summaries}
 
 
 def _mesh_of(config: Config) -> str:
@@ -284,13 +283,13 @@ def _engine(policy: ServedPolicy, batch: int, prompt_tokens: int) -> Engine:
 def _draw(
     engine: Engine,
     policy: ServedPolicy,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Prompt],
     sampling: Mapping[str, Any],
 ) -> list[tuple[Completion, np.ndarray]]:
     """One completion of each prompt, and its tokens' log-probabilities."""
     numbers = [
-        engine.submit(Request(tuple(prompt), policy.new_tokens, seed=i, top_logprobs=0, **sampling))
-        for i, prompt in enumerate(prompts)
+        engine.submit(Request(tuple(ids), policy.new_tokens, seed=i, top_logprobs=0, **sampling))
+        for i, ids in enumerate(prompt.tokens.tolist() for prompt in prompts)
     ]
     logprobs: dict[int, list[float]] = {number: [] for number in numbers}
     completions: dict[int, Completion] = {}
@@ -302,20 +301,10 @@ def _draw(
     return [(completions[number], np.array(logprobs[number])) for number in numbers]
 
 
-class _Problems:
-    """Held-out problems of a run: their prompts, and who says what is right."""
-
-    def __init__(self, run: Run, key: Any, count: int) -> None:
-        self._run = run
-        rows = np.arange(min(count, run.kind.problems(run.data, count, "eval")))
-        if not len(rows):
-            raise UserError("data.eval is missing; name a file of held-out prompts")
-        self._about, self._prompts = undrawn_source(run, None, "eval").prompts(key, rows)
-        self.prompts = [prompt.tokens.tolist() for prompt in self._prompts]
-
-    def points(self, completions: Sequence[tuple[Completion, Any]]) -> np.ndarray:
-        """[M] the rewards of the part that defines accuracy."""
-        paths = [np.asarray(completion.tokens, np.int32) for completion, _ in completions]
-        ended = [StopReason(c.stop) == StopReason.STOP_TOKEN for c, _ in completions]
-        state = self._run, self._about, self._prompts, np.arange(len(paths)), paths
-        return points_of(*state, np.array(ended))
+def _points(
+    run: Run, about: Any, prompts: list[Prompt], completions: Sequence[tuple[Completion, Any]]
+) -> np.ndarray:
+    """[M] the rewards of the part that defines accuracy."""
+    paths = [np.asarray(completion.tokens, np.int32) for completion, _ in completions]
+    ended = [StopReason(c.stop) == StopReason.STOP_TOKEN for c, _ in completions]
+    return points_of(run, about, prompts, np.arange(len(paths)), paths, np.array(ended))

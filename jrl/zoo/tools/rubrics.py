@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jrl.config.judge import JudgeTable
+from jrl.episodes.model_endpoint import Speaker, user_message
 from jrl.rewards.base import Sample
 from jrl.rewards.judge_prompts import filled
 from jrl.rewards.replies import read_object
 from jrl.rewards.verdicts import make_form
 from jrl.types import Prompt
-
-Speak = Callable[[list[dict[str, str]]], str]
-"""(messages) -> a reply, such as ``jrl.episodes.endpoint``."""
 
 _FORM = """End with a JSON object such as
 {"hard": ["Has at most three sentences."], "principles": ["Is specific."]}."""
@@ -41,8 +39,8 @@ Prompt:
 
 def contrastive_rubrics(
     rows: Iterable[Mapping[str, Any]],
-    write: Speak,
-    judge: Speak | None = None,
+    write: Speaker,
+    judge: Speaker | None = None,
     least: float = 0.5,
 ) -> list[dict[str, Any]]:
     """The pairs of preferences with rubrics that tell the preferred response.
@@ -76,7 +74,7 @@ def contrastive_rubrics(
         prompt, ranked = str(row["prompt"]), _ranked(row)
         texts = "\n\n".join(f"Response {i}:\n{x}" for i, (x, _) in enumerate(ranked, 1))
         fields = {"prompt": prompt, "responses": texts}
-        rubric = _criteria(write(_as_user(filled(_CONTRAST + _FORM, fields))))
+        rubric = _criteria(write([user_message(filled(_CONTRAST + _FORM, fields))]))
         strict = [(a, b) for (a, s), (b, t) in itertools.combinations(ranked, 2) if s > t]
         if not rubric or not strict:
             continue
@@ -112,7 +110,7 @@ def judge_rows(pairs: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 
 def with_rubrics(
-    rows: Iterable[Mapping[str, Any]], write: Speak, question: str = "question"
+    rows: Iterable[Mapping[str, Any]], write: Speaker, question: str = "question"
 ) -> list[dict[str, Any]]:
     """The rows with a rubric each, in the column "rubric"; without those that get none to read.
 
@@ -123,7 +121,7 @@ def with_rubrics(
     """
 
     def rubric_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return _criteria(write(_as_user(filled(_ALONE + _FORM, {"prompt": row[question]}))))
+        return _criteria(write([user_message(filled(_ALONE + _FORM, {"prompt": row[question]}))]))
 
     return [{**row, "rubric": rubric} for row in rows if (rubric := rubric_of(row))]
 
@@ -167,7 +165,7 @@ def _criteria(reply: str) -> list[dict[str, Any]]:
 
 
 def _judged(
-    prompt: str, rubric: list[dict[str, Any]], pair: tuple[str, str], judge: Speak
+    prompt: str, rubric: list[dict[str, Any]], pair: tuple[str, str], judge: Speaker
 ) -> tuple[bool, dict[str, Any]]:
     """Whether a judge by the rubric prefers the first of a pair in both orders, and the row."""
     table = JudgeTable(url="http://judge", model="judge", form="pairwise", column="rubric")
@@ -177,12 +175,8 @@ def _judged(
     samples = [Sample(problem, chosen, none, "stop_token")]
     questions = form.questions(samples, 0)
     texts = [question.messages[-1]["content"] for question in questions]
-    replies = [judge(_as_user(text)) for text in texts]
+    replies = [judge([user_message(text)]) for text in texts]
     verdicts = [q.read(reply) for q, reply in zip(questions, replies, strict=True)]
     (points,) = form.points(samples, [[] if v is None else [v] for v in verdicts])
     row = {"question": prompt, "rubric": rubric, "chosen": chosen, "rejected": rejected}
     return points == 1, row | {"questions": texts, "replies": replies}
-
-
-def _as_user(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]

@@ -12,6 +12,8 @@ from jrl.episodes.tools import Tool, one_text
 from jrl.errors import UserError
 
 _WORD = re.compile(r"\w+")
+_K1, _B = 1.5, 0.75
+"""How soon more of one word counts no more, and how much long documents are discounted."""
 
 
 class Bm25:
@@ -25,20 +27,18 @@ class Bm25:
 
     Args:
       documents: N texts.
-      k1: how soon more of one word counts no more.
-      b: how much long documents are discounted, in [0, 1].
 
     Raises:
       UserError: there are no documents.
     """
 
-    def __init__(self, documents: Sequence[str], *, k1: float = 1.5, b: float = 0.75) -> None:
+    def __init__(self, documents: Sequence[str]) -> None:
         if not documents:
             raise UserError("search: there are no documents")
         self.documents = list(documents)
         counts = [Counter(_WORD.findall(text.lower())) for text in documents]
         lengths = np.array([sum(c.values()) for c in counts], np.float64)
-        scale = k1 * (1 - b + b * lengths / max(lengths.mean(), 1e-9))
+        scale = _K1 * (1 - _B + _B * lengths / max(lengths.mean(), 1e-9))
         postings: dict[str, list[tuple[int, int]]] = {}
         for i, count in enumerate(counts):
             for word, times in count.items():
@@ -47,7 +47,7 @@ class Bm25:
         for word, places in postings.items():
             rows, times = np.array(places).T
             weight = np.log1p((len(documents) - len(rows) + 0.5) / (len(rows) + 0.5))
-            self._postings[word] = rows, weight * times * (k1 + 1) / (times + scale[rows])
+            self._postings[word] = rows, weight * times * (_K1 + 1) / (times + scale[rows])
 
     def scores(self, query: str) -> np.ndarray:
         """[N] float64; a word that stands twice in the query counts twice."""
@@ -65,16 +65,13 @@ class Bm25:
         return [int(i) for i in best if scores[i] > 0]
 
 
-def search_tool(
-    documents: Sequence[str], *, count: int = 3, longest: int = 600, name: str = "search"
-) -> Tool:
+def search_tool(documents: Sequence[str], *, count: int = 3, longest: int = 600) -> Tool:
     """A tool that returns the best documents for a query.
 
     Args:
       documents: the corpus.
       count: documents in a result.
       longest: characters of each.
-      name: of the tool.
     """
     index = Bm25(documents)
 
@@ -85,7 +82,7 @@ def search_tool(
         return "\n\n".join(f"[{i}] {index.documents[i][:longest]}" for i in hits)
 
     return Tool(
-        name=name,
+        name="search",
         description="Searches the documents by words.",
         parameters=one_text("query"),
         call=call,

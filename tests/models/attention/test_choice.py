@@ -14,7 +14,7 @@ from jrl.mesh import make_mesh
 from jrl.models.attention import choice, splash_cache
 from jrl.models.attention import cudnn as cudnn_module
 from jrl.models.attention.blockwise import blockwise
-from jrl.models.attention.choice import Owners, Shape, kernel_for, row_attention, shared_attention
+from jrl.models.attention.choice import Shape, kernel_for, row_attention, shared_attention
 from jrl.models.attention.cudnn import cudnn
 from jrl.models.attention.dense import NO_WINDOW, Part, attend, attend_parts, visible
 from jrl.models.attention.flash import Marks, Place, attend_places
@@ -51,7 +51,14 @@ def packed():
             segments[here], owners[here] = segment, owner
             positions[here] = lengths[row // 2, owner] + np.arange(count)
             start, segment = start + count, segment + 1
-    return Owners(*map(jnp.asarray, (positions, segments, owners, lengths)), PROMPT)
+    return laid_out(lengths, positions, segments, owners)
+
+
+def laid_out(lengths, positions, segments, owners):
+    """Rows whose tokens nobody reads."""
+    prompts = jnp.zeros((*lengths.shape, PROMPT), jnp.int32)
+    arrays = (lengths, positions, positions, segments, owners)
+    return SharedRows(prompts, *map(jnp.asarray, arrays))
 
 
 def both(how, config, layout, inputs):
@@ -134,18 +141,11 @@ def test_memory_of_blocks_grows_with_the_length_and_of_dense_scores_with_its_squ
 def test_a_network_gives_the_same_states_on_every_kernel(kind):
     """Layers with and without a window, prompts and rows, under rematerialisation."""
     changes = {"window": 5, "window_pattern": (True, False), "attention_softcap": 3.0}
-    config, packed_rows = dataclasses.replace(MODEL, **changes), packed()
+    config, rows = dataclasses.replace(MODEL, **changes), packed()
     tokens = jax.random.randint(jax.random.key(1), (ROWS, COLUMNS), 0, 31)
     prompts = jax.random.randint(jax.random.key(2), (BLOCKS, PROMPTS, PROMPT), 0, 31)
-    rows = SharedRows(
-        prompt_tokens=prompts,
-        prompt_lengths=packed_rows.lengths,
-        tokens=tokens,
-        positions=packed_rows.positions,
-        segments=packed_rows.segments,
-        owners=packed_rows.owners,
-    )
-    live = np.asarray(packed_rows.segments != 0)
+    rows = rows._replace(prompt_tokens=prompts, tokens=tokens)
+    live = np.asarray(rows.segments != 0)
     params = transformer(config).init(jax.random.key(0))
 
     def states(how):
@@ -300,7 +300,7 @@ def test_rows_behind_their_prompts_need_no_mask(before, axes, monkeypatch):
     live = columns < lengths[:, None]
     positions = np.repeat(before, 2)[:, None] + columns
     marks = positions, live.astype(np.int32), np.zeros((4, COLUMNS), np.int32)
-    layout = Owners(*map(jnp.asarray, (*marks, before[:, None])), PROMPT)
+    layout = laid_out(before[:, None], *marks)
     sizes = [(4, COLUMNS, HEADS, SIZE), *[(2, KV_HEADS, PROMPT, SIZE)] * 2]
     sizes += [(4, KV_HEADS, COLUMNS, SIZE)] * 2
     inputs = [jax.random.normal(k, size) for k, size in zip(keys, sizes, strict=False)]
@@ -310,7 +310,7 @@ def test_rows_behind_their_prompts_need_no_mask(before, axes, monkeypatch):
         return shared_attention("xla", MODEL, layout)(*inputs, NO_WINDOW)
 
     def by_lengths(*inputs):
-        rows = layout._replace(row_lengths=jnp.asarray(lengths))
+        rows = layout._replace(lengths=jnp.asarray(lengths))
         return shared_attention("cudnn", MODEL, rows)(*inputs, NO_WINDOW)
 
     @partial(jax.jit, compiler_options=QUICK)
@@ -379,13 +379,14 @@ def test_a_long_row_behind_its_prompt_goes_to_cudnn_without_a_mask():
     config, columns = dataclasses.replace(MODEL, dtype="bfloat16"), 2**16
     shape = jax.ShapeDtypeStruct
     row, one = shape((1, columns), jnp.int32), shape((1,), jnp.int32)
-    layout = Owners(row, row, row, shape((1, 1), jnp.int32), 8, None, one)
+    prompt, ones = shape((1, 1, 8), jnp.int32), shape((1, 1), jnp.int32)
+    layout = SharedRows(prompt, ones, row, row, row, row, None, one)
     sizes = [(1, columns, HEADS, SIZE), *[(1, KV_HEADS, 8, SIZE)] * 2]
     sizes += [(1, KV_HEADS, columns, SIZE)] * 2
     inputs = [shape(size, jnp.bfloat16) for size in sizes]
 
     def look(layout, *inputs):
-        return shared_attention("auto", config, layout._replace(width=8))(*inputs, NO_WINDOW)
+        return shared_attention("auto", config, layout)(*inputs, NO_WINDOW)
 
     text = jax.jit(look).trace(layout, *inputs).lower(lowering_platforms=("cuda",)).as_text()
     assert "__cudnn$fmhaSoftmax" in text

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrl.models.attention.dense import Past, attend, attend_shared, visible
+from jrl.models.attention.dense import Part, attend, attend_shared, visible
 from jrl.models.config import NO_ROPE, Rope
 from jrl.models.decode import write
 from jrl.models.rope import angles, frequencies, rotate
@@ -51,7 +51,7 @@ def test_attention_to_a_shared_past_equals_attention_to_copies_of_it(softcap):
     weights = jax.random.normal(keys[5], q.shape)
 
     def shared(q, row_part, past):
-        prefix = Past(*past, mask_past)
+        prefix = Part(*past, mask_past)
         out = attend_shared(q, prefix, *row_part, mask_own, scale=0.7, softcap=softcap)
         return (weights * out).sum(), out
 
@@ -159,7 +159,7 @@ def test_bfloat16_attention_to_a_shared_past_is_close_to_float32(queries):
     mask = jnp.ones((4, queries, queries), bool)
 
     def total(q, row_part, past):
-        out = attend_shared(q, Past(*past, before), *row_part, mask, scale=0.125)
+        out = attend_shared(q, Part(*past, before), *row_part, mask, scale=0.125)
         return (out.astype(jnp.float32) ** 2).sum()
 
     compute = jax.jit(jax.value_and_grad(total, (0, 1, 2)))

@@ -42,7 +42,7 @@ def test_an_episode_is_that_of_the_environment():
     assert messages == [{"role": "user", "content": "Walk.\nat 2"}]
     other, again = env.init(PROMPT, 5)
     assert again == messages
-    assert other.env is not state.env
+    assert other is not state
     state, feedback = env.step(state, reply("sideways"))
     assert feedback.metrics == {"unreadable": 1.0}
     assert not feedback.done
