@@ -69,7 +69,7 @@ def sandbox_fusion(
     ]
 
 
-def _limits(timeout: float, memory_limit_mb: float) -> dict[str, float]:
+def _limits(timeout: float, memory_limit_mb: float) -> dict[str, Any]:
     """Options of ``code`` with the limits of ``sandbox_fusion``."""
     return {"seconds": timeout, "total_seconds": 2 * timeout, "memory_mib": memory_limit_mb}
 
