@@ -40,6 +40,7 @@ Stage = Callable[[Groups, Points, DrawRequest | None], tuple[Groups, Points]]
 
 STEPS: Mapping[str, tuple[str, Callable[..., np.ndarray]]] = {
     "turn": ("turn", at_turn_ends),
+    "step": ("step", at_turn_ends),
     "progress": ("step", at_progress),
 }
 """Of reward models that pay by step: what ``by`` says -> (the label of steps, (values, mask, steps)

@@ -37,8 +37,8 @@ class RewardModelTable(Table):
         Field(min_length=1, strict=False),
     ] = key(
         ...,
-        "a run directory, a *ForSequenceClassification checkpoint, or, with answers, a language"
-        " model's; a list is an ensemble of models of one shape",
+        "a run directory, a *ForSequenceClassification or *ForTokenClassification checkpoint, or,"
+        " with answers, a language model's; a list is an ensemble of models of one shape",
     )
     template: str | list[dict[str, str]] = key(
         "",
@@ -61,11 +61,17 @@ class RewardModelTable(Table):
         'two words of one token, such as ["Yes", "No"]: the score is log p(first) - log p(second)'
         " of a language model's next token",
     )
-    by: Literal["completion", "turn", "progress"] = key(
+    column: str = key(
+        "",
+        "score the text in this column of the row in place of the completion, such as an answer of"
+        " the initial policy (PAR); all members of a group have the same score",
+    )
+    by: Literal["completion", "turn", "step", "progress"] = key(
         "completion",
-        "for a run directory's model; completion: the value at the last token; turn: in episodes,"
-        " the value at each turn's end, as that turn's reward; progress: the change of the value"
-        " over each step (a line or a turn), at its end; the part's reward is the sum",
+        "completion: the value at the last token; step: the value at each step's end, as that"
+        " step's reward; progress: the change of the value over each step, at its end; turn: in"
+        " episodes, a run directory's model's value at each turn's end; the part's reward is the"
+        " sum. A step is a line or a turn; of text, a paragraph, read with what is before it",
     )
     link: Literal["identity", "sigmoid"] = key(
         "identity", "function of the score: sigmoid turns a logit into a probability"

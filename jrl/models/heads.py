@@ -210,13 +210,14 @@ def label_scores(network: Network) -> Scores:
       network: the trunk.
 
     Returns:
-      A function of {"trunk", "head": {"weight" [K, D]}}.
+      A function of {"trunk", "head": {"weight" [K, D], and perhaps "bias" [K]}}.
     """
 
     def scores(params: Params, tokens: Array, lengths: Array) -> Array:
         hidden = last_hidden(network, params["trunk"], tokens, lengths)
         with jax.named_scope("label_head"):
-            return hidden.astype(jnp.float32) @ params["head"]["weight"].T
+            head = params["head"]
+            return hidden.astype(jnp.float32) @ head["weight"].T + head.get("bias", 0)
 
     return scores
 

@@ -3,7 +3,9 @@ r"""The grammar of final answers.
 An answer, without markup (dollar signs of LaTeX, ``\text``, ``\boxed``, bold, spaces, the full stop
 at its end), is the first of these that it can be:
 
-    answer   = [name "="] one               x = 5; the name may be missing on one side
+    answer   = [name "="] one               x = 5; the name may be missing on one side;
+                                            (x, y) = (1, 2); f(2) = 7
+             | {expression "="} one         2 + 3 = 5, which is 5 beside what has no "="
              | quantity "(" quantity ")"    4 (four)
     one      = date | time | quantity | choice | sequence | range | list | words | expression
     date     = [day of the week] March 5, 2024 | 5 March | 2024-03-05 | 3/5/2024
@@ -133,7 +135,8 @@ _CHOICE = re.compile(
     re.IGNORECASE,
 )
 _NAME = re.compile(
-    r"(\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([a-z]\))?)\s?(?:=|\\in(?![a-z])|:=)\s?([^=]+)$"
+    r"(\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([\w, +-]+\))?|\([A-Za-z](?:\s?,\s?[A-Za-z])+\))"
+    r"\s?(?:=|\\in(?![a-z])|:=)\s?([^=]+)$"
 )
 _ORDER = re.compile(r"\s*(\\le(?![a-z])|\\ge(?![a-z])|\\lt|\\gt|<|>)\s*")
 _ITEM = r"-?\$?\d+(?:,\d{3})*(?:\.\d+)?(?:\s?(?:%|(?!to\b|and\b)[a-zA-Z]+))?"

@@ -173,6 +173,12 @@ def whole_batch(function: F) -> F:
     return function
 
 
+def defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The options of a reward function and their defaults."""
+    _, *options = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in options if p.kind is not p.VAR_KEYWORD}
+
+
 def options_of(other: Callable[..., Any], *without: str, **defaults: Any) -> Callable[[F], F]:
     """Gives the ``**options`` of a reward function the names and defaults that another one has.
 

@@ -219,20 +219,23 @@ def row_weight(c: Columns, column: str) -> Any:
     return _total(c, ()) * factors[:, None].astype(c.points.dtype)
 
 
-def bounded(c: Columns, column: str, weights: Sequence[float] = ()) -> Any:
+def bounded(c: Columns, column: str = "", weights: Sequence[float] = ()) -> Any:
     """The mean of sigmoid(s - r) over the reference points r that each row has in ``column``.
 
     PAR, "Reward Shaping to Mitigate Reward Hacking in RLHF" (arXiv:2502.18770): s is the score of a
     reward model, r those of answers of the reference policy, of which one is enough; the reward is
     in (0, 1), 1/2 at the reference, and saturates. It is as well the share of references that are
-    beaten under Bradley and Terry's model.
+    beaten under Bradley and Terry's model. Without a column r is 0: s is then the difference of two
+    parts, as of a reward model on the completion and, with its key ``column``, on a reference.
 
     Args:
       c: the parts.
-      column: with a number, or a list of numbers.
+      column: with a number, or a list of numbers; "" for 0.
       weights: of the parts in s.
     """
     xp, total = _xp(c), _total(c, weights)
+    if not column:  # a reference without a score is not one with the score 0
+        return xp.where(_is_known(c).all(-1), 1 / (1 + xp.exp(-total)), math.nan)
     points = xp.zeros_like(total)
     references = [row_numbers(row, column, True) for row in c.rows]
     most = max((len(each) for each in references), default=1)

@@ -19,7 +19,7 @@ from jrl.rewards.answers import (
     Words,
     read,
 )
-from jrl.rewards.markup import MOST_ITEMS, clean
+from jrl.rewards.markup import MOST_ITEMS, bare, clean
 from jrl.rewards.quantities import Quantity
 from jrl.rewards.units import NO_UNIT, fits
 
@@ -48,7 +48,9 @@ def same(answer: str, expected: str, tolerance: float = 1e-6, check: Checker | N
     if not left or not right:
         return False
     comparison = _Comparison(tolerance, check)
-    a, b = read(left), read(right)
+    a, b = _last_member(left, right), _last_member(right, left)
+    if _is_formula(right) and "=" not in left:  # the value of one of its sides
+        return False
     if comparison(a, b):
         return True
     if check is not None and (
@@ -68,6 +70,22 @@ def same(answer: str, expected: str, tolerance: float = 1e-6, check: Checker | N
             grouped = read(_LAKHS.sub(lambda m: m.group().replace(",", ""), text))
             return comparison(grouped, b) if number is b else comparison(a, grouped)
     return False
+
+
+def _last_member(text: str, other: str) -> Answer:
+    """What a text says; of 2 + 3 = 5 beside what has no "=", the 5."""
+    answer = read(text)
+    if not isinstance(answer, Expression) or "=" in other or re.search(r"[<>]|\\[lgn]e", text):
+        return answer
+    return read(bare(text.rpartition("=")[2])) if "=" in text else answer
+
+
+def _is_formula(text: str) -> bool:
+    """Whether a text is an equation of which a side has names and operators: x + y = 5."""
+    first = text.partition("=")[0] if "=" in text else ""
+    # in f(-1) = 3 and a_{n+1} = 2 they are parts of a name
+    first = re.sub(r"\\[a-zA-Z]+|\b[fghPE]\([^()]*\)|_\{[^{}]*\}", "", first)
+    return bool(re.search(r"[A-Za-z]", first) and re.search(r"[+*/^-]", first))
 
 
 def _is_equation(answer: Answer, text: str) -> bool:
@@ -217,8 +235,9 @@ class _Comparison:
 
 
 def _unspaced(text: str) -> str:
-    """An expression without the spaces that say nothing: those of "1 2" do."""
-    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text.casefold())
+    """An expression without spaces and braces that say nothing: those of "1 2" do."""
+    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text.casefold())
+    return re.sub(r"\{(\w)\}(?!\d)|(?<=[\^_])\{(\d+)\}(?!\d)", r"\1\2", text)
 
 
 def _mathematics(answer: Expression | Quantity) -> str | None:

@@ -21,7 +21,11 @@ _PMATRIX = r"\\begin{pmatrix}\1\\end{pmatrix}"
 _ROMAN = r"(\\(?:text|mathrm)\s?\{[^{}]*\}(?:\s?\^\s?\{?\d\}?)?)"
 """Words in a formula, such as the parts of a unit, with a power."""
 
+_TOKEN = r"\d|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z])|\\(?:pi|theta|alpha|beta|phi)(?![a-zA-Z])"
+"""What a command of LaTeX takes without braces: a digit, a letter or a sign."""
+
 _MARKS = [
+    (r"\.?\s+I hope it is correct\.?\s*$", ""),
     (r"(?<!\\)\$\s?(-?[\d.,]*\d(?:\\?%)?)\s?\$", r" \1 "),
     (r"\{,\}\s?(?:\\!)?|,\s?\\!\s?", ","),
     (r"\{:\}|\\colon(?![a-z])", ":"),
@@ -54,6 +58,7 @@ _MARKS = [
     ("\u222a", r"\\cup "),
     ("\u2208", r"\\in "),
     ("\u00b1|\\+/-", r"\\pm "),
+    (r"\u221a\s?(\d+(?:\.\d+)?|[a-zA-Z](?![a-zA-Z]))", r"\\sqrt{\1}"),
     ("\u221a", r"\\sqrt"),
     (r"\\langle(?![a-z])|\u27e8", "("),
     (r"\\rangle(?![a-z])|\u27e9", ")"),
@@ -61,9 +66,10 @@ _MARKS = [
     (r"(?<![a-zA-Z\\])infinity(?![a-zA-Z])", r"\\infty "),
     (r"(?<![a-zA-Z\\])pi(?![a-zA-Z])", r"\\pi "),
     (r"\\?(?<![a-zA-Z])sqrt\s?\(([^()]*)\)", r"\\sqrt{\1}"),
-    (r"\\frac\s?(\d)\s?(\d)", r"\\frac{\1}{\2}"),
-    (r"\\frac\s?(\d)\s?\{", r"\\frac{\1}{"),
-    (r"\\frac\s?(\{[^{}]*\})\s?(\d)", r"\\frac\1{\2}"),
+    (rf"\\sqrt\s?(\[\w+\])?\s?({_TOKEN})(?!\.?\d|[a-zA-Z])", r"\\sqrt\1{\2}"),
+    (rf"\\frac\s?({_TOKEN})\s?({_TOKEN})", r"\\frac{\1}{\2}"),
+    (rf"\\frac\s?({_TOKEN})\s?\{{", r"\\frac{\1}{"),
+    (rf"\\frac\s?(\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}})\s?({_TOKEN})", r"\\frac\1{\2}"),
     (r"\\frac\s?\{([^{}]*)\}\s?\{", r"\\frac{\1}{"),
     (r"\\(?:lbrace|\{)", r"\\{"),
     (r"\\(?:rbrace|\})", r"\\}"),
@@ -128,7 +134,7 @@ def bare(text: str) -> str:
         text = re.sub(
             r"(?<!\.\.)[.,;:?]$|(?<=[a-z]{2})!$|\\+$|^\\\(|\\\)$|^\\\[|\\\]$", "", text
         ).strip()
-        for mark in ("**", "__", "$$", "$", "*", "_", "`", '"', "'"):
+        for mark in ("**", "__", "$$", "$", r"\$", "*", "_", "`", '"', "'"):
             inner = text[len(mark) : -len(mark)]
             if text.startswith(mark) and text.endswith(mark) and inner and mark not in inner:
                 text = inner.strip()

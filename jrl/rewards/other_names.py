@@ -10,11 +10,13 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
+from jrl.errors import unknown_choice
 from jrl.rewards import shaping
 from jrl.rewards.base import Sample
 from jrl.rewards.exact import boxed, same_answer
 from jrl.rewards.matching import normalised, references, stated_answer
 from jrl.rewards.math import math_reward as math
+from jrl.rewards.minerva import last_box, normal_form
 
 # ---------------------------------------------------------------- TRL
 
@@ -121,24 +123,31 @@ def prime_math(samples: list[Sample]) -> list[float]:
     return math(samples)
 
 
-def math_dapo(samples: list[Sample], strict_box_verify: bool = False) -> list[float]:
+def math_dapo(
+    samples: list[Sample], strict_box_verify: bool = False, compare: str = "grammar"
+) -> list[float]:
     r"""Verl's ``math_dapo``: 1 where what follows the last "Answer:" is the answer, else -1.
 
     Of the text's last 300 letters. Departure: the two are compared by the grammar of
-    ``jrl.rewards.answers``, not by Minerva's list of replaced letters.
+    ``jrl.rewards.answers``; ``compare = "minerva"`` has the verdicts of verl, to reproduce DAPO.
 
     Args:
       samples: what to judge.
       strict_box_verify: the last ``\boxed{...}`` of the last 100 letters, letter for letter.
+      compare: "grammar", or "minerva" for Minerva's list of replaced letters.
     """
+    if compare not in ("grammar", "minerva"):
+        raise unknown_choice("rewards.math_dapo.compare", compare, ("grammar", "minerva"))
     points = []
     for sample in samples:
-        if strict_box_verify:
-            right = boxed(sample.completion[-100:]) == str(sample.prompt.answer)
-            points.append(1.0 if right else -1.0)
-            continue
+        answer = str(sample.prompt.answer)
         stated = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", sample.completion[-300:])
-        right = bool(stated) and same_answer(stated[-1], str(sample.prompt.answer))
+        if strict_box_verify:
+            right = last_box(sample.completion[-100:]) == answer
+        elif compare == "minerva":
+            right = normal_form(stated[-1] if stated else "[INVALID]") == normal_form(answer)
+        else:
+            right = bool(stated) and same_answer(stated[-1], answer)
         points.append(1.0 if right else -1.0)
     return points
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from jrl.config.reward_model import RewardModelTable
-from jrl.errors import UserError, nearest
+from jrl.errors import UserError, nearest, unknown_choice
 from jrl.models.chat_frames import Frames, check_variables, conversation_ids
 from jrl.models.file_tokenizer import FileTokenizer
 from jrl.rewards.base import Sample
@@ -37,7 +38,7 @@ class Reader(NamedTuple):
     pad_id: int | None = None
 
     def ids(self, sample: Sample) -> list[int] | None:
-        """Token ids of what the model reads; None where ``after`` does not occur.
+        """Token ids of what the model reads; None without ``after``, or a text in ``column``.
 
         Contents never become control tokens, except that a completion may have those that are not
         marked special, such as "<think>".
@@ -45,6 +46,11 @@ class Reader(NamedTuple):
         Raises:
           UserError: the chat template refuses the messages.
         """
+        if self.table.column:
+            text = sample.prompt.meta.get(self.table.column)
+            if not isinstance(text, str):
+                return None
+            sample = dataclasses.replace(sample, completion=text, messages=())
         completion = sample.completion
         if self.table.after:
             _, marker, completion = completion.rpartition(self.table.after)
@@ -121,7 +127,9 @@ def check_reader(
       key: "rewards.NAME", for messages.
       answers: whether rows have reference answers.
     """
-    template = table.template
+    template, columns = table.template, list(columns)
+    if table.column and table.column not in columns:
+        raise unknown_choice(f"{key}.column", table.column, columns)
     texts = [template] if isinstance(template, str) else [m["content"] for m in template]
     common = [name for name in COMMON_FIELDS if answers or name != "reference"]
     allowed = [*dict.fromkeys([*common, "completion", "conversation", *columns])]

@@ -41,7 +41,7 @@ def read_score(reply: str, low: float, high: float) -> float | None:
         if slash and not (_NUMBER.fullmatch(most) and float(most) == high):
             return None
         value = float(number) if _NUMBER.fullmatch(number) else None
-    if not _is_number(value) or not low <= value <= high:
+    if not is_number(value) or not low <= value <= high:
         return None
     return float((value - low) / (high - low))
 
@@ -164,10 +164,11 @@ def _met(value: Any, levels: int = 0) -> float | None:
         return _YES.get(value.strip().lower())
     if isinstance(value, bool):
         return float(value)
-    return float(value) if _is_number(value) and 0 <= value <= 1 else None
+    return float(value) if is_number(value) and 0 <= value <= 1 else None
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

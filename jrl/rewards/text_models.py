@@ -9,6 +9,7 @@ widths, so that few programs do for all lengths.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,10 +29,11 @@ from jrl.models.heads import Scores, answer_scores, label_scores
 from jrl.models.hf.stored import Stored
 from jrl.models.tokenizer import check_vocab
 from jrl.models.transformer import transformer
-from jrl.rewards.base import Points, Sample
+from jrl.rewards.base import Points, Returned, Sample
 from jrl.rewards.model import dropout_passes, reduced
 from jrl.rewards.reading import Reader
 from jrl.rewards.rules import Rules
+from jrl.rewards.steps import steps_of
 from jrl.types import Array, Network, Params
 
 LEAST_WIDTH = 64
@@ -64,8 +66,8 @@ class TextModel(NamedTuple):
 
     @property
     def by_group(self) -> bool:
-        """As ``TextGiver.by_group``: a sample at a time."""
-        return False
+        """As ``TextGiver.by_group``: the progress of first steps is beside that of the others."""
+        return self.reader.table.by == "progress"
 
     @property
     def remote(self) -> bool:
@@ -79,10 +81,44 @@ class TextModel(NamedTuple):
 
     def points(
         self, units: Sequence[Sequence[Sample]]
-    ) -> tuple[list[Sequence[Points]], dict[str, float]]:
-        """As ``TextGiver.points``: of units of one sample."""
-        numbers, counts = self([sample for unit in units for sample in unit])
-        return [[number] for number in numbers], counts
+    ) -> tuple[list[Sequence[Returned]], dict[str, float]]:
+        """As ``TextGiver.points``: one number for a sample, or one for each of its tokens."""
+        if self.reader.table.by == "completion":
+            numbers, counts = self([sample for unit in units for sample in unit])
+            return [[number] for number in numbers], counts
+        steps = [[steps_of(sample.completion) for sample in unit] for unit in units]
+        read = [
+            dataclasses.replace(sample, completion=sample.completion[:end].rstrip())
+            for unit, of_unit in zip(units, steps, strict=True)
+            for sample, pieces in zip(unit, of_unit, strict=True)
+            for _, end in pieces
+        ]
+        numbers, counts = self(read)
+        values = iter(numbers)
+        results: list[Sequence[Returned]] = []
+        for unit, of_unit in zip(units, steps, strict=True):
+            each = [[next(values) for _ in pieces] for pieces in of_unit]
+            results.append(self._of_steps(unit, of_unit, each))
+        return results, counts
+
+    def _of_steps(
+        self,
+        unit: Sequence[Sample],
+        steps: Sequence[Sequence[tuple[int, int]]],
+        values: Sequence[Sequence[Points]],
+    ) -> list[Returned]:
+        """Numbers for each sample's tokens; None without a step, or where one was not read."""
+        known = [bool(each) and None not in each for each in values]
+        paid = [np.array(each if ok else [], float) for each, ok in zip(values, known, strict=True)]
+        if self.by_group:  # the change; the mean first value stands for that of the prompt
+            before = np.mean([each[0] for each in paid if len(each)] or [0.0])
+            paid = [np.diff(each, prepend=before) if len(each) else each for each in paid]
+        return [
+            sample.by_token([(*at, x) for at, x in zip(pieces, each.tolist(), strict=True)])
+            if ok
+            else None
+            for sample, pieces, each, ok in zip(unit, steps, paid, known, strict=True)
+        ]
 
     def begin(self, sample: Sample) -> None:
         """Nothing: the devices decode."""
@@ -103,7 +139,8 @@ class TextModel(NamedTuple):
             "reward_model_unread": float(sum(not ids for ids in texts)),
             "reward_model_overlong": float(len(texts) - len(read) - sum(not ids for ids in texts)),
         }
-        chosen = [texts[i] or [] for i in read]
+        unique = {tuple(texts[i] or ()): None for i in read}  # a group shares one in ``column``
+        chosen = [list(ids) for ids in unique]
         how: Any = {"rows": self.reader.table.rows, "longest": self.longest, "mesh": self.mesh}
         program = partial(self.program, self.params)
         values = over_texts(program, chosen, [len(ids) for ids in chosen], **how)
@@ -112,8 +149,9 @@ class TextModel(NamedTuple):
                 f"the reward model {self.reader.table.path[0]!r} gives a number that is not"
                 " finite; its checkpoint is damaged, or model.dtype is too narrow for it"
             )
-        for i, value in zip(read, values.tolist(), strict=True):
-            points[i] = value
+        by_text = dict(zip(unique, values.tolist(), strict=True))
+        for i in read:
+            points[i] = by_text[tuple(texts[i] or ())]
         return points, counts
 
 
@@ -219,9 +257,12 @@ def load_text_model(
     if same and same[0].mesh == mesh and "trunk" in same[0].params:
         params = params | {"trunk": same[0].params["trunk"]}
     if table.dropout:
-        head = params["head"]["weight"][0]  # [K, D]
-        weight = dropout_passes(head, 1, table.dropout, table.passes, table.single_pass, seed)
-        params = params | {"head": {"weight": weight}}
+        heads = params["head"]
+        weight = dropout_passes(
+            heads["weight"][0], 1, table.dropout, table.passes, table.single_pass, seed
+        )
+        passes = {n: jnp.broadcast_to(x, (len(weight), *x.shape[1:])) for n, x in heads.items()}
+        params = params | {"head": passes | {"weight": weight}}
     return TextModel(
         reader,
         jax.jit(points, out_shardings=replicated(mesh)),
@@ -292,7 +333,7 @@ def _placed(trees: Sequence[Params], network: Network, mesh: Mesh) -> Params:
     shapes = jax.eval_shape(network.init, jax.random.key(0))
     where: dict[str, Any] = {"trunk": tree_shardings(mesh, network.axes(), shapes)}
     if "head" in trees[0]:
-        where["head"] = {"weight": replicated(mesh)}
+        where["head"] = jax.tree.map(lambda _: replicated(mesh), dict(trees[0]["head"]))
 
     def read(leaf: Any, index: tuple[slice, ...]) -> np.ndarray:
         part: np.ndarray = leaf.read(index) if isinstance(leaf, Stored) else leaf[index]

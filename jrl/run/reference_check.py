@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,14 +21,19 @@ from jrl.setup.reward_parts import function_of, parts_of, reward_tables
 from jrl.system.processes import all_say
 from jrl.system.wait_reports import waiting
 from jrl.types import Prompt
-from jrl.verifiers import code, sql
-from jrl.verifiers.references import Reference, broken_rows, message_of, with_rows
+from jrl.user_code import load
+from jrl.verifiers.references import broken_rows, message_of, with_rows
 
-_REFERENCES: Mapping[str, Callable[[Prompt, str, Mapping[str, Any]], Reference | None]] = {
-    "code": code.reference,
-    "sql": sql.reference,
+_CODE = "jrl.verifiers.code:reference"
+_REFERENCES = {
+    "code": _CODE,
+    "code_speed": "jrl.zoo.rewards.speed:reference",
+    "default_compute_score": "jrl.verifiers.verl:source_reference",
+    "prime_code": _CODE,
+    "sandbox_fusion": "jrl.verifiers.verl:fusion_reference",
+    "sql": "jrl.verifiers.sql:reference",
 }
-"""Reward functions that can judge what a row gives as its solution."""
+"""Reward functions that can judge what a row gives as its solution; (prompt, where, options)."""
 _ROWS = 64
 _READ = ("instructions", "json_schema", "reasoning_gym", "default_compute_score")
 """Reward functions that read in each row what is asked for, in less than a millisecond."""
@@ -54,11 +59,12 @@ def check_references(config: Config, prompts: Mapping[str, Sequence[Prompt]]) ->
     tables, notes = reward_tables(config), []
     for name in parts_of(config).given_by("function"):
         table = tables[name]
-        make = _REFERENCES.get(function_of(name, table))
+        spec = _REFERENCES.get(function_of(name, table))
         options = reveal(table.options, f"rewards.{name}")
         limit = options.get("check_rows", _ROWS)
-        if make is None or not limit:
+        if spec is None or not limit:
             continue
+        make = load(spec, f"rewards.{name}")
         rules = Rules(where=table.where)
         references = [
             reference
@@ -111,7 +117,9 @@ def check_verifiers(config: Config, prompts: Mapping[str, Sequence[Prompt]]) -> 
         _check_where(name, table.where, prompts)
         if table.combine == "by_kind":
             _check_kinds(name, table.options, rows)
-        elif table.combine in ("row_weight", "bounded"):
+        elif table.combine == "row_weight" or (
+            table.combine == "bounded" and table.options.get("column")
+        ):
             _check_numbers(name, table, prompts, rows)
         elif function_of(name, table) in _READ:
             broken = _unreadable(name, function_of(name, table), table, rows)

@@ -493,7 +493,9 @@ class TaskKind(Kind):
     lines = False
     no_steps: Mapping[str, str] = {
         **Kind.no_steps,
-        "progress": "completions of a task have no lines that would be steps; remove it",
+        **dict.fromkeys(
+            ("step", "progress"), "completions of a task have no lines that would be steps; remove it"
+        ),
     }
 
     def __init__(self, config: Config) -> None:

@@ -127,14 +127,14 @@ def parts_by_token(config: Config) -> dict[str, str]:
     gains = parts_of(config).given_by("likelihood")
     by_turn = [n for n in gains if likelihood_of(config, n).by == "turn"]
     turns = {n: f'rewards.{n}.by = "turn"' for n in by_turn}
-    return keys | named | turns | parts_by_progress(config)
+    return keys | named | turns | parts_by_step(config)
 
 
-def parts_by_progress(config: Config) -> dict[str, str]:
-    """The parts of reward models that pay what each step changes -> the key that says so."""
+def parts_by_step(config: Config) -> dict[str, str]:
+    """The parts of reward models that pay at steps' ends -> the key that says so."""
     models = parts_of(config).given_by("model")
-    by_step = [name for name in models if model_of_part(config, name).by == "progress"]
-    return {name: f"rewards.{name}.by = 'progress'" for name in by_step}
+    by = {name: model_of_part(config, name).by for name in models}
+    return {n: f"rewards.{n}.by = {x!r}" for n, x in by.items() if x in ("step", "progress")}
 
 
 def function_of(name: str, table: RewardTable) -> str:

@@ -50,7 +50,7 @@ from jrl.setup.kinds import (
     TextKind,
 )
 from jrl.setup.recorded import RECORDED_REWARD
-from jrl.setup.reward_parts import parts_by_progress
+from jrl.setup.reward_parts import parts_by_step
 from jrl.setup.run import Run, question_prompts
 from jrl.system.signals import Stopping
 from jrl.train import programs
@@ -178,7 +178,7 @@ def text_source(run: Run, pool: RewardPool | None, program: Any = None) -> Sourc
     if draw.search is not None:
         return search_source(run, draw.search, undrawn_text(run, pool, seed))
     program = programs.train_sampler(run) if program is None else program
-    by_line = "lines" in run.method.needs or bool(parts_by_progress(config))
+    by_line = "lines" in run.method.needs or bool(parts_by_step(config))
     return TextSource(
         all_prompts=run.data.prompts["train"],
         width=run.width,

@@ -108,12 +108,13 @@ def load_reward_models(config: Config, rewards: RunRewards, mesh: Mesh) -> RunRe
     for name in rewards.given_by("model"):
         key, table = f"rewards.{name}", model_of_part(config, name)
         if not all(is_reward_run(path) for path in table.path):
-            if table.by != "completion":
+            if table.by == "turn":
                 raise UserError(
-                    f"{key}.by = {table.by!r}: a checkpoint's model reads whole texts; name the run"
-                    " directory of a reward model, or remove it"
+                    f"{key}.by = 'turn': a checkpoint's model reads whole texts; name the run"
+                    " directory of a reward model, or set it to step"
                 )
-            rules = Rules(tables[name].missing, where=tables[name].where)
+            paid = None if table.by == "completion" else rewards.weights[name]
+            rules = Rules(tables[name].missing, where=tables[name].where, by_token=paid)
             dtype = config.model.dtype
             loaded = tuple(text_models.values())
             text_models[name] = load_text_model(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jrl.episodes.sandbox import Sandbox, SandboxLimits
 from jrl.errors import UserError
-from jrl.rewards.base import Sample
+from jrl.rewards.base import Sample, defaults_of
 from jrl.verifiers.code_tests import Tests, passes, tests_of
 from jrl.verifiers.languages import LANGUAGES, commands_of, language_named, source_of
 from jrl.verifiers.references import Reference
@@ -101,12 +100,17 @@ def code(
         raise UserError(f"rewards.code.check_rows = {check_rows}: give 0 for none, or a number")
     points = []
     for sample in samples:
-        name, tests = task_of(sample.prompt, testing)
-        program = whole_program(last_block(sample.completion), sample.prompt)
-        verdicts = judge(program, tests, name, testing, stop=not partial)
-        share = sum(verdicts.passed) / len(verdicts.passed)
+        passed = tested(sample, testing, stop=not partial)
+        share = sum(passed) / len(passed)
         points.append(share if partial else float(share == 1.0))
     return points
+
+
+def tested(sample: Sample, testing: Testing, *, stop: bool) -> list[bool]:
+    """Which of its row's tests a completion passes; see ``judge``."""
+    name, tests = task_of(sample.prompt, testing)
+    program = whole_program(last_block(sample.completion), sample.prompt)
+    return judge(program, tests, name, testing, stop=stop).passed
 
 
 class Testing(NamedTuple):
@@ -121,6 +125,12 @@ class Testing(NamedTuple):
     output_kib: float
     max_tests: int
     tolerance: float
+
+
+def testing_of(options: Mapping[str, Any]) -> Testing:
+    """The options of ``code`` by which programs are tested, defaults for those that are missing."""
+    chosen = {**defaults_of(code), **options}
+    return Testing(*(chosen[name] for name in Testing._fields))
 
 
 def task_of(prompt: Prompt, testing: Testing) -> tuple[str, Tests]:
@@ -287,12 +297,10 @@ def reference(prompt: Prompt, where: str, options: Mapping[str, Any]) -> Referen
     Raises:
       UserError: ``check_solution`` names a column that holds no program.
     """
-    defaults = {n: p.default for n, p in inspect.signature(code).parameters.items()}
-    chosen = {**defaults, **options}
-    solution = _solution(prompt.meta, chosen["check_solution"])
+    solution = _solution(prompt.meta, options.get("check_solution", ""))
     if not solution:
         return None
-    testing = Testing(*(chosen[name] for name in Testing._fields))
+    testing = testing_of(options)
 
     def complaint() -> str:
         language, tests = task_of(prompt, testing)

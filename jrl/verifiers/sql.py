@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jrl.errors import UserError, unknown_choice
-from jrl.rewards.base import Sample, options_of
+from jrl.rewards.base import Sample, defaults_of, options_of
 from jrl.verifiers.references import Reference
 from jrl.verifiers.sql_engines import ENGINES, Database, QueryError, Rows, Source, opened
 from jrl.verifiers.sql_text import is_ordered, jaccard, last_query, ngrams, tokens
@@ -154,9 +153,7 @@ def reference(prompt: Prompt, where: str, options: Mapping[str, Any]) -> Referen
       where: which row it is, for messages.
       options: of ``sql``.
     """
-    defaults = {n: p.default for n, p in inspect.signature(sql).parameters.items()}
-    chosen = {**defaults, **options}
-    chosen.pop("samples")
+    chosen = {**defaults_of(sql), **options}
     chosen.pop("check_rows")
     seconds, max_rows = chosen["seconds"], chosen["max_rows"]
     sample = Sample(prompt, "", np.zeros(0, np.int32), "stop_token")

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from jrl.errors import UserError
 from jrl.rewards import other_names
-from jrl.rewards.base import Sample
-from jrl.verifiers.code import Testing, judge, last_block, task_of, whole_program
+from jrl.rewards.base import Sample, defaults_of, options_of
+from jrl.verifiers.code import code, reference, tested, testing_of
+from jrl.verifiers.references import Reference
+
+if TYPE_CHECKING:
+    from jrl.types import Prompt
 
 _FIRST = 10
 """Tests whose share is the reward of a program that does not pass all."""
 
 
-def _shares(
-    samples: list[Sample], seconds: tuple[float, float], memory_mib: float, stop: bool
-) -> list[list[bool]]:
-    """Tests of its row that each program passes; seconds are of a test and of all."""
-    testing = Testing("", "python", "language", *seconds, memory_mib, 1024.0, 0, 1e-6)
-    passed = []
-    for sample in samples:
-        name, tests = task_of(sample.prompt, testing)
-        program = whole_program(last_block(sample.completion), sample.prompt)
-        passed.append(judge(program, tests, name, testing, stop=stop).passed)
-    return passed
-
-
-def prime_code(
-    samples: list[Sample],
-    continuous: bool = False,
-    seconds: float = 4.0,
-    total_seconds: float = 8.0,
-    memory_mib: float = 512.0,
-) -> list[float]:
+@options_of(code, "partial")
+def prime_code(samples: list[Sample], continuous: bool = False, **options: Any) -> list[float]:
     """Verl's ``prime_code``: 1 where a program passes all tests of its row.
 
     Departures: programs and tests are found as ``code`` finds them, and run in the sandbox.
@@ -41,11 +28,11 @@ def prime_code(
       samples: what to judge.
       continuous: pays the share of the first ten tests to other programs; as in verl's
         ``default_compute_score``.
-      seconds: of one test.
-      total_seconds: of a program; below ``reward_pool.timeout_seconds``.
-      memory_mib: of all its processes together, MiB.
+      **options: of ``code``.
     """
-    results = _shares(samples, (seconds, total_seconds), memory_mib, stop=not continuous)
+    code([], **options)  # says what is wrong
+    testing = testing_of(options)
+    results = [tested(sample, testing, stop=not continuous) for sample in samples]
     return [
         1.0 if all(passed) else _share(passed[:_FIRST]) if continuous else 0.0 for passed in results
     ]
@@ -56,6 +43,8 @@ def sandbox_fusion(
     continuous: bool = False,
     timeout: float = 10.0,
     memory_limit_mb: float = 1024.0,
+    check_solution: str = "",
+    check_rows: int = 64,
 ) -> list[float]:
     """Verl's ``sandbox_fusion``: the share of its row's tests that a program passes.
 
@@ -67,13 +56,29 @@ def sandbox_fusion(
       continuous: counts the first ten tests alone.
       timeout: seconds of one test; twice that must be below ``reward_pool.timeout_seconds``.
       memory_limit_mb: of all processes of a program together, MiB.
+      check_solution: as in ``code``.
+      check_rows: as in ``code``.
     """
-    results = _shares(samples, (timeout, 2 * timeout), memory_limit_mb, stop=False)
+    options = _limits(timeout, memory_limit_mb)
+    code([], check_solution=check_solution, check_rows=check_rows, **options)
+    results = [tested(sample, testing_of(options), stop=False) for sample in samples]
     shares = [_share(passed[:_FIRST] if continuous else passed) for passed in results]
     return [
         share if "```" in sample.completion else 0.0
         for sample, share in zip(samples, shares, strict=True)
     ]
+
+
+def _limits(timeout: float, memory_limit_mb: float) -> dict[str, Any]:
+    """Options of ``code`` with the limits of ``sandbox_fusion``."""
+    return {"seconds": timeout, "total_seconds": 2 * timeout, "memory_mib": memory_limit_mb}
+
+
+def fusion_reference(prompt: Prompt, where: str, options: Mapping[str, Any]) -> Reference | None:
+    """``code.reference`` of ``sandbox_fusion``."""
+    used = {**defaults_of(sandbox_fusion), **options}
+    limits = _limits(used["timeout"], used["memory_limit_mb"])
+    return reference(prompt, where, limits | {"check_solution": used["check_solution"]})
 
 
 def _share(passed: Sequence[bool]) -> float:
@@ -111,16 +116,20 @@ _SOURCES: dict[str, Callable[[list[Sample]], list[float]]] = {
 """Verl's data sources and the reward of each."""
 
 
-def default_compute_score(samples: list[Sample], column: str = "data_source") -> list[float]:
+def default_compute_score(
+    samples: list[Sample], column: str = "data_source", check_rows: int = 64
+) -> list[float]:
     """Verl's ``default_compute_score``: the reward that it has for a row's data source.
 
     Args:
       samples: what to judge.
       column: with the data source; "aime" may begin it, the others are whole.
+      check_rows: as in ``code``, of the rows with programs.
 
     Raises:
       UserError: a row names a data source that verl has no reward for.
     """
+    code([], check_rows=check_rows)
     points = []
     for sample in samples:
         source = str(sample.prompt.meta.get(column))
@@ -133,3 +142,9 @@ def default_compute_score(samples: list[Sample], column: str = "data_source") ->
             )
         points += reward([sample])
     return points
+
+
+def source_reference(prompt: Prompt, where: str, options: Mapping[str, Any]) -> Reference | None:
+    """``code.reference`` of ``default_compute_score``: None for rows without programs."""
+    source = str(prompt.meta.get(options.get("column", "data_source")))
+    return reference(prompt, where, {}) if _SOURCES.get(source) is _programs else None

@@ -338,13 +338,14 @@ def test_an_ensemble_of_runs(place, rewarder, tmp_path):
     assert np.ptp(one) > 0.1
 
 
-def test_a_value_at_each_turn_is_paid_where_the_turn_ends():
+@pytest.mark.parametrize("by", ["turn", "step"])
+def test_a_value_at_each_turn_or_step_is_paid_where_it_ends(by):
     """SPA: a part's points are the sum over turns, and the statistic "paid" holds each of them."""
     values = np.arange(12.0).reshape(1, 2, 6)
     mask = np.array([[[1, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0]]], bool)
     turns = np.array([[[0, 0, 0, 1, 1, 1]] * 2])
-    model = SimpleNamespace(by="turn", of_tokens=lambda rollout: values)
-    groups = judged_groups_of_turns(mask, turns)
+    model = SimpleNamespace(by=by, of_tokens=lambda rollout: values)
+    groups = judged_groups_of_turns(mask, turns, by)
     rewards = RunRewards({"reward": 1.0, "progress": 0.5}, models={"progress": model})
     after, more = model_stage(rewards)(groups, {}, 0)
     np.testing.assert_array_equal(more["progress"], [[1 + 4, 0]])
@@ -353,7 +354,7 @@ def test_a_value_at_each_turn_is_paid_where_the_turn_ends():
     np.testing.assert_array_equal(after.stats["paid"], expected)
 
 
-def judged_groups_of_turns(mask, turns, label="turn"):
+def judged_groups_of_turns(mask, turns, label):
     rollout = SimpleNamespace(mask=mask)
     paid = {"paid": np.full(mask.shape, 3.0, np.float32)}
     return Groups(rollout, None, None, {}, {label: turns}, paid)

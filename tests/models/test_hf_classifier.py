@@ -1,4 +1,4 @@
-"""Reward models that transformers wrote: the scores of ``*ForSequenceClassification``."""
+"""Reward models that transformers wrote: scores of ``*For{Sequence,Token}Classification``."""
 
 import json
 import warnings
@@ -35,6 +35,7 @@ CASES = {
         "Gemma2ForSequenceClassification",
         {"num_labels": 1, "head_dim": 8, "final_logit_softcapping": 1.5},
     ),
+    "qwen2 by token": ("Qwen2ForTokenClassification", {"num_labels": 2}),
     "gemma3": ("Gemma3TextForSequenceClassification", {"num_labels": 1, "head_dim": 8}),
 }
 
@@ -69,6 +70,8 @@ def test_scores_are_those_of_transformers(case, tmp_path):
     lengths = np.array([12, 7, 1])
     tokens[np.arange(12) >= lengths[:, None]] = 0
     expected = their_logits(model, tokens)
+    if expected.ndim == 3:
+        expected = expected[np.arange(3), lengths - 1]
     loaded = hf.open_classifier(tmp_path, dtype="float32")
     scores = jax.jit(label_scores(transformer(loaded.config)))
     ours = scores(hf.in_memory(loaded.params), jnp.asarray(tokens), jnp.asarray(lengths))

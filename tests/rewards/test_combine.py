@@ -41,6 +41,7 @@ CASES = [
     ("first", {}, [1.0, 0.0, 0.25, NAN]),
     ("saturate", {"limit": 2.0}, [*(2 * np.tanh([0.75, 1.0, 0.125])), NAN]),
     ("rank", {}, [0.5, 1.0, 0.0, NAN]),
+    ("bounded", {"weights": [1.0, -1.0]}, [*(1 / (1 + np.exp([-0.5, 2.0]))), NAN, NAN]),
 ]
 
 

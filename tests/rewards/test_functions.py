@@ -96,6 +96,20 @@ def test_verl_s_by_name():
         assert points(name, *stated) == [1.0, 1.0, 0.0]
 
 
+@pytest.mark.parametrize("case", PEERS["math_dapo"], ids=lambda case: case["text"][:20])
+def test_math_dapo_can_have_the_verdicts_of_verl(case):
+    how = {"strict_box_verify": case["strict"], "compare": "minerva"}
+    assert points("math_dapo", sample(case["text"], case["answer"]), **how) == [case["points"]]
+
+
+def test_math_dapo_compares_by_the_grammar_else():
+    told = [sample(f"Answer: {text}", "5 km") for text in ("5.0", "5 cm", "x = 5")]
+    assert points("math_dapo", *told) == [1, -1, 1]
+    assert points("math_dapo", *told, compare="minerva") == [-1, 1, 1]
+    with pytest.raises(UserError, match=r"math_dapo.compare = 'verl'; choose from grammar, minerv"):
+        make_reward("math_dapo", compare="verl")
+
+
 def test_all_that_trl_and_verl_ship_is_here_by_name():
     """The public functions of trl.rewards, and verl's modules of reward_score with its choice."""
     trl = "accuracy_reward reasoning_accuracy_reward get_cosine_scaled_reward think_format_reward"

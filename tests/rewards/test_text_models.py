@@ -1,6 +1,7 @@
 """Reward models that read text: published classifiers and language models, beside transformers."""
 
 import json
+import math
 import pathlib
 import types
 
@@ -21,6 +22,7 @@ from jrl.judging.host import Texts
 from jrl.judging.text_parts import TextParts
 from jrl.mesh import make_mesh
 from jrl.rewards.base import Sample
+from jrl.rewards.combine import columns, make_combined
 from jrl.rewards.model import dropout_passes, reduce_ensemble
 from jrl.rewards.reading import check_reader
 from jrl.rewards.rules import Rules
@@ -336,13 +338,70 @@ def test_pav_pays_what_a_step_changes_of_a_chance(place):
     part = f"rewards={{p={{function='pav', path='{place / 'rm0'}', weight=0.5}}}}"
     config = load_config(None, [*paths, part])
     assert parts_by_token(config) == {"p": "rewards.p.by = 'progress'"}
-    with pytest.raises(UserError, match="rewards.p.by = 'progress': a checkpoint's model reads"):
-        load_reward_models(config, parts_of(config), make_mesh())
+    model = load_reward_models(config, parts_of(config), make_mesh()).text_models["p"]
+    assert (model.by_group, model.rules.by_token) == (True, 0.5)
+    turns = load_config(None, [*paths, part.replace("weight", "by='turn', weight")])
+    with pytest.raises(UserError, match="rewards.p.by = 'turn': a checkpoint's model reads"):
+        load_reward_models(turns, parts_of(turns), make_mesh())
     table = checked(RewardModelTable, "rewards.p", {"path": "x", "by": "progress"})
     task = load_config(None, ["data.task=sequence", "data.difficulty=1"])
     with pytest.raises(UserError, match="completions of a task have no lines that would be steps"):
         check_steps("rewards.p", table, task)
     check_steps("rewards.p", table, config)
+
+
+def in_steps(text, prompt=PROMPT):
+    """The sample of a text of which each letter is a token."""
+    tokens = np.arange(len(text), dtype=np.int32)
+    return Sample(prompt, text, tokens, "stop_token", ends=np.arange(1, len(text) + 1))
+
+
+@pytest.mark.parametrize("by", ["step", "progress"])
+def test_a_model_that_reads_text_pays_at_the_ends_of_steps(place, by):
+    """Each step is read with what is before it; the first is beside those of the group."""
+    texts = ["It is 4.\n\nNo, 5.", "4", "", "Two\n\n  more\n\nof it"]
+    ends = [[8, 9 + 7], [1], [], [3, 11, 18]]
+    model = loaded(place, by=by, **ONE)
+    (points,), counts = model.points([[in_steps(text) for text in texts]])
+    read = [[text[:e].rstrip() for e in at] for text, at in zip(texts, ends, strict=True)]
+    values = [[theirs(place, "rm0", talk(each))[0] for each in listed] for listed in read]
+    before = np.mean([listed[0] for listed in values if listed])
+    assert points[2] is None
+    for text, listed, paid in zip(texts, values, points, strict=True):
+        if listed:
+            steps = np.diff(listed, prepend=before) if by == "progress" else np.array(listed)
+            at = np.flatnonzero(paid)
+            assert len(paid) == len(text)
+            np.testing.assert_allclose(np.array(paid)[at], steps, atol=1e-4)
+            assert at[-1] == len(text) - 1
+    long = loaded(place, by=by, max_tokens=45, **ONE)
+    ((few,), counts) = long.points([[in_steps(text) for text in ("4", "4\n\n" + "5" * 40)]])
+    assert few[0] is not None
+    assert few[1] is None  # a step of it is not read
+    assert counts["reward_model_overlong"] == 1
+
+
+def test_par_scores_the_reference_of_a_row(place):
+    """Beside a float64 sigmoid of the two logits; a group reads its reference once."""
+    prompt = Prompt(7, "", np.zeros(1, np.int32), "4", {"first": "It is four."}, question="Sum?")
+    members = [sample("4", prompt), sample("5", prompt)]
+    score, reference = loaded(place, **ONE), loaded(place, column="first", **ONE)
+    s, r = score(members)[0], reference(members)[0]
+    expected = [theirs(place, "rm0", talk(x, "Sum?"))[0] for x in ("4", "5", "It is four.")]
+    np.testing.assert_allclose([*s, r[0]], expected, atol=1e-4)
+    assert r[0] == r[1]
+    read = []
+    counted = reference._replace(program=lambda *x: read.append(x) or reference.program(*x))
+    counted(members)
+    assert int(np.asarray(read[0][2]).sum()) == len(reference.reader.ids(members[0])) + 15
+    par = make_combined("par", "bounded", ("s", "r"), {"weights": [1.0, -1.0]})
+    made = par.combine(columns(np.transpose([s, r])))[0]
+    a, b, c = expected
+    np.testing.assert_allclose(made, [1 / (1 + math.exp(c - x)) for x in (a, b)], atol=1e-5)
+    assert reference([sample("4")])[0] == [None]
+    table = checked(RewardModelTable, "rewards.r", {"path": "x", "column": "frist"})
+    with pytest.raises(UserError, match=r"rewards.r.column = 'frist'; did you mean 'first'"):
+        check_reader(table, reference.reader.tokenizer, ["first"], "rewards.r")
 
 
 def test_fact_rlhf_shows_facts(place):

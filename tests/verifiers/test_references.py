@@ -7,6 +7,7 @@ import pytest
 
 from jrl.config import load_config
 from jrl.errors import UserError
+from jrl.rewards import make_reward
 from jrl.run import reference_check
 from jrl.run.reference_check import check_references, check_verifiers
 from jrl.types import Prompt
@@ -182,3 +183,38 @@ def test_rows_without_the_number_that_a_combination_reads_are_named_before_a_run
             check_verifiers(config(by % combine), prompts({"w": 2.0}, {"w": value}))
     with pytest.raises(UserError, match=r"rewards.v.column = 'w': the data has no such column"):
         check_verifiers(config(by % "row_weight"), prompts({"u": 1}))
+
+
+SHOWN = "fails tests [1] (counted from 0): test 1 expects '5'"
+
+
+@pytest.mark.parametrize(
+    ("part", "column", "complaint"),
+    [
+        ("prime_code={continuous=true}", "solution", SHOWN),
+        ("sandbox_fusion={timeout=3}", "solution", SHOWN),
+        ("default_compute_score={}", "solution", SHOWN),
+        ("code_speed={repeats=2}", "input", "its program in 'input' passes 2 of 4 runs"),
+    ],
+    ids=lambda value: str(value).partition("=")[0][:12],
+)
+def test_other_functions_that_run_programs_find_such_rows_too(part, column, complaint):
+    rows = [doubled(RIGHT), doubled(RIGHT, ("2", "5")), {"data_source": "openai/gsm8k"}]
+    rows = [{"data_source": "taco", column: row.pop("solution", None)} | row for row in rows]
+    rows = rows if part.startswith("default") else rows[:2]
+    with pytest.raises(UserError) as error:
+        check_references(config("{" + part + "}"), prompts(*rows))
+    head, line = str(error.value).splitlines()
+    assert head.startswith(f"rewards.{part.partition('=')[0]}: 1 of 2 rows")
+    assert line.startswith("  data.train, row 2: ")
+    assert complaint in line
+    none = part.replace("{", "{check_rows=0,").replace(",}", "}")
+    assert check_references(config("{" + none + "}"), prompts(*rows)) == []
+    with pytest.raises(UserError, match=r"check_rows = -1: give 0 for none"):
+        make_reward(part.partition("=")[0], check_rows=-1)
+
+
+def test_a_row_without_a_slow_program_is_named():
+    data = prompts(doubled(RIGHT))
+    with pytest.raises(UserError, match=r"row 1: .*has no program in 'input'; name the column"):
+        check_references(config("{code_speed={}}"), data)

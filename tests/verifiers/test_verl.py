@@ -8,6 +8,7 @@ from jrl.errors import UserError
 from jrl.rewards import Sample, make_reward
 from jrl.run.reference_check import check_verifiers
 from jrl.types import Prompt
+from jrl.verifiers import code as programs
 from jrl.verifiers import verl
 
 
@@ -28,14 +29,14 @@ TESTS["outputs"] = TESTS["inputs"]
 
 def test_a_share_of_the_first_ten_tests(monkeypatch):
     """0 and the five odd ones of the ten are right, and both after them; each program runs once."""
-    ran, judge = {}, verl.judge
+    ran, judge = {}, programs.judge
 
     def once(program, tests, *limits, stop):
         if program.strip() not in ran:
             ran[program.strip()] = judge(program, tests, *limits)
         return ran[program.strip()]
 
-    monkeypatch.setattr(verl, "judge", once)
+    monkeypatch.setattr(programs, "judge", once)
     half, complete = sample(HALF, TESTS), sample("```python\nprint(input())\n```", TESTS)
     assert points("prime_code", half, complete) == [0.0, 1.0]
     assert points("prime_code", half, complete, continuous=True) == [0.6, 1.0]

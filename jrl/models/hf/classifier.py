@@ -1,4 +1,8 @@
-"""Published reward models: checkpoints of the classes ``*ForSequenceClassification``."""
+"""Published reward models: checkpoints of the classes ``*ForSequenceClassification``.
+
+Those of ``*ForTokenClassification``, which are process reward models, are read at a text's last
+token as well.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from jrl.models.config import DTYPES, ModelConfig
 from jrl.models.hf.files import headers_of, open_trunk, read_config, read_json
 from jrl.models.hf.stored import open_safetensors
 
-_HEAD, _OUTPUT = "score.weight", "lm_head.weight"
+_HEAD, _BIAS, _OUTPUT = "score.weight", "score.bias", "lm_head.weight"
 
 
 class Classifier(NamedTuple):
@@ -22,7 +26,8 @@ class Classifier(NamedTuple):
 
     Attributes:
       config: of the trunk, which has no output matrix: ``tied_embeddings`` is set.
-      params: {"trunk": ``Stored`` weights, "head": {"weight": [K, D] float32}}.
+      params: {"trunk": ``Stored`` weights, "head": {"weight": [K, D] float32}}; with "bias" [K] in
+        the head where the file has one.
       labels: K names, from ``id2label``; "LABEL_0", ... where the file has none.
       pad_id: tokens of this id at a text's end are not read, as in transformers; None for none.
     """
@@ -37,7 +42,7 @@ def open_classifier(dir: str | os.PathLike[str], *, dtype: str | None = None) ->
     """A reward model whose trunk stays in its files until it is placed.
 
     The scores of a text are those of ``transformers``: the head on the trunk's last hidden state
-    at the text's last token, without a bias (``heads.label_scores``).
+    at the text's last token (``heads.label_scores``).
 
     Args:
       dir: as for ``load``.
@@ -53,7 +58,7 @@ def open_classifier(dir: str | os.PathLike[str], *, dtype: str | None = None) ->
     config = dataclasses.replace(config, tied_embeddings=True)
     headers = headers_of(directory)
     headers.pop(_OUTPUT, None)  # left over from the language model it was trained from
-    head = headers.pop(_HEAD, None)
+    head, bias = headers.pop(_HEAD, None), headers.pop(_BIAS, None)
     if head is None:
         raise UserError(f"{directory}: missing tensor {_HEAD!r}, the head of a reward model")
     config, trunk = open_trunk(directory, config, headers, dtype)
@@ -66,9 +71,13 @@ def open_classifier(dir: str | os.PathLike[str], *, dtype: str | None = None) ->
         weight = file.get_tensor(_HEAD).astype(np.float32)
     if not np.isfinite(weight).all():
         raise UserError(f"{head.file}: tensor {_HEAD!r} holds numbers that are not finite")
+    heads = {"weight": weight}
+    if bias is not None:
+        with open_safetensors(bias.file) as file:
+            heads["bias"] = file.get_tensor(_BIAS).astype(np.float32)
     raw = read_json(directory / "config.json")
     pad = raw.get("pad_token_id")
-    params = {"trunk": trunk, "head": {"weight": weight}}
+    params = {"trunk": trunk, "head": heads}
     return Classifier(config, params, _labels(raw, len(weight)), pad if type(pad) is int else None)
 
 

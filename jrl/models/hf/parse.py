@@ -219,12 +219,18 @@ def _in_their_words(message: str) -> str:
     return re.sub(r"model\.config\.(\w+)", lambda m: _THEIR_KEYS.get(m[1], m[1]), message)
 
 
-_CAUSAL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+_CAUSAL, _CLASSIFIER, _BY_TOKEN = (
+    "ForCausalLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+)
 
 
 def _family(raw: Json, classifier: bool) -> tuple[str, Family]:
     by_class = {_class_of(family, classifier): name for name, family in FAMILIES.items()}
     supported = ", ".join(sorted(by_class))
+    if classifier:  # a head of the same name, which transformers reads at every token
+        by_class |= {name.replace(_CLASSIFIER, _BY_TOKEN): by_class[name] for name in by_class}
     classes = raw.get("architectures") or []
     if classes and classes[0] not in by_class:
         hint = ""

@@ -15,7 +15,7 @@ from typing import Any
 from jrl.config.judge import JudgeTable
 from jrl.rewards.base import Points, Sample
 from jrl.rewards.judge_prompts import TEXTS, FormText, answer_of, shown
-from jrl.rewards.replies import read_object, read_step, read_yes_no
+from jrl.rewards.replies import is_number, read_object, read_step, read_yes_no
 from jrl.rewards.steps import numbered_steps, steps_of
 from jrl.rewards.verdicts import (
     Form,
@@ -72,7 +72,7 @@ def _brpo(table: JudgeTable, key: str) -> Form:
 def _scores_of_two(reply: str) -> float | None:
     """1 where the first of two has the higher score, 0 where the second has, 0.5 for equal ones."""
     scores = (read_object(reply) or {}).get("scores")
-    if not isinstance(scores, list) or len(scores) != 2 or not all(map(_is_number, scores)):
+    if not isinstance(scores, list) or len(scores) != 2 or not all(map(is_number, scores)):
         return None
     return ((scores[0] > scores[1]) - (scores[0] < scores[1]) + 1) / 2
 
@@ -284,14 +284,10 @@ def _listed_scores(reply: str, order: Sequence[int]) -> list[float] | None:
     names = [f"model-{n}" for n in range(1, len(order) + 1)]
     if not isinstance(scores, Mapping) or set(scores) != set(names):
         return None
-    if not all(_is_number(scores[name]) and 1 <= scores[name] <= 5 for name in names):
+    if not all(is_number(scores[name]) and 1 <= scores[name] <= 5 for name in names):
         return None
     by_member = {i: (scores[name] - 1) / 4 for name, i in zip(names, order, strict=True)}
     return [by_member[i] for i in range(len(order))]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 reward_anything = NamedForm(

@@ -96,7 +96,8 @@ def pav() -> dict[str, Any]:
 
         A(s_h, a_h) = Q(s_h, a_h) - Q(s_(h-1), a_(h-1)),   Q(s, a) = P(mu is right from there)
 
-    with Q a model that ``pav_verifier`` trained, of which ``path`` is the run directory. The
+    with Q a model that ``pav_verifier`` trained, of which ``path`` is the run directory, or a
+    checkpoint that reads text, of which steps are paragraphs. The
     weight is the paper's alpha: 0.5 for 2B and 9B, 0.2 for 27B. ``method = "pav"`` learns from it.
     Departures: the first step counts from the mean of the group's first steps, where the paper has
     the prover's chance from the prompt alone.

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from jrl.errors import UserError
-from jrl.rewards.base import Sample, options_of
-from jrl.verifiers.code import Testing, Verdicts, code, judge, last_block, task_of, whole_program
+from jrl.rewards.base import Sample, defaults_of, options_of
+from jrl.verifiers.code import (
+    Testing,
+    Verdicts,
+    code,
+    judge,
+    last_block,
+    task_of,
+    testing_of,
+    whole_program,
+)
 from jrl.verifiers.code_tests import Tests
+from jrl.verifiers.references import Reference
+
+if TYPE_CHECKING:
+    from jrl.types import Prompt
 
 
-@options_of(code, "partial", "check_solution", "check_rows", total_seconds=4.0)
+@options_of(code, "partial", "check_solution", total_seconds=4.0)
 def code_speed(
     samples: list[Sample],
     slow: str = "input",
@@ -39,7 +55,8 @@ def code_speed(
       repeats: runs of each test.
       least: in [0, 1], the least perf that counts.
       **options: of ``code``; ``total_seconds``, here 4, is of all runs of one program: two are run,
-        so that twice as much must be below ``reward_pool.timeout_seconds``.
+        so that twice as much must be below ``reward_pool.timeout_seconds``. The slow programs of
+        ``check_rows`` rows are tested before training begins.
 
     Raises:
       UserError: a row without a slow program, or with one that fails its tests.
@@ -49,7 +66,7 @@ def code_speed(
         raise UserError(
             f"rewards.code_speed: repeats = {repeats} must be at least 1, least = {least} in [0, 1]"
         )
-    points, testing = [], Testing(**options)
+    points, testing = [], testing_of(options)
     for sample in samples:
         name, tests = task_of(sample.prompt, testing)
         program = whole_program(last_block(sample.completion), sample.prompt)
@@ -62,6 +79,21 @@ def code_speed(
             share += saved if saved >= least else 0.0
         points.append(share)
     return points
+
+
+def reference(prompt: Prompt, where: str, options: Mapping[str, Any]) -> Reference:
+    """The row's slow program beside its tests, as ``code.reference`` of a solution."""
+    chosen = {**defaults_of(code_speed), **options}
+    sample, testing = Sample(prompt, "", np.zeros(0, np.int32), "stop_token"), testing_of(chosen)
+
+    def complaint() -> str:
+        name, tests = task_of(prompt, testing)
+        often = tests._replace(cases=list(tests.cases) * chosen["repeats"])
+        _slow(sample, chosen["slow"], often, name, testing)
+        return ""
+
+    used = chosen["slow"], chosen["repeats"], testing, dict(prompt.meta), prompt.answer
+    return Reference(where, repr(("code_speed", *used)), complaint)
 
 
 def _least(verdicts: Verdicts, count: int) -> float:
