@@ -494,7 +494,8 @@ class TaskKind(Kind):
     no_steps: Mapping[str, str] = {
         **Kind.no_steps,
         **dict.fromkeys(
-            ("step", "progress"), "completions of a task have no lines that would be steps; remove it"
+            ("step", "progress"),
+            "completions of a task have no lines that would be steps; remove it",
         ),
     }
 
