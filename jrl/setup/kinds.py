@@ -48,7 +48,7 @@ from jrl.rewards.columns import check_column
 from jrl.sampling.slot_sizes import CHUNK
 from jrl.sampling.slots import check_length
 from jrl.setup.recorded import KeptCounts, recorded_groups
-from jrl.setup.reward_parts import parts_by_progress, parts_by_token, parts_of
+from jrl.setup.reward_parts import parts_by_step, parts_by_token, parts_of
 from jrl.types import NOTHING, SILENT, Network, Prompt
 
 Opened = Callable[..., Rows]
@@ -335,7 +335,7 @@ class TextKind(Kind):
     def labels(self, method: Method) -> Labels:
         """Numbers for final answers, reward parts without an opinion, and lines."""
         ids = {"answer": 2, SILENT: 2} if method.draw.samples else {}
-        by_line = "lines" in method.needs or parts_by_progress(self.config)
+        by_line = "lines" in method.needs or parts_by_step(self.config)
         ids |= {"step": 3} if by_line else {}
         return _in_trees(method, Labels(ids, super().labels(method).stats))
 

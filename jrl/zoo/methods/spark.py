@@ -108,7 +108,7 @@ def recycled(
             pair = draw.choice(correct), draw.choice(wrong)
             ahead = draw.random() < 0.5
             both = [answers[j] for j in (pair if ahead else pair[::-1])]
-            verdicts.append(write(PAIRWISE, *both, label=float(ahead)))
+            verdicts.append(write(PAIRWISE, both[0], both[1], label=float(ahead)))
         elif correct or wrong:
             either = correct if correct and (not wrong or draw.random() < 0.5) else wrong
             j = draw.choice(either) if wrong else correct[0]
