@@ -335,7 +335,8 @@ def test_pav_pays_what_a_step_changes_of_a_chance(place):
         "link": "sigmoid",
     }
     paths = (f"model.path={place / 'lm'}", "data.train=x.jsonl")
-    part = f"rewards={{p={{function='pav', path='{place / 'rm0'}', weight=0.5}}}}"
+    keys = f"function='pav', path='{place / 'rm0'}', labels={{cost=1.0}}, weight=0.5"
+    part = f"rewards={{p={{{keys}}}}}"
     config = load_config(None, [*paths, part])
     assert parts_by_token(config) == {"p": "rewards.p.by = 'progress'"}
     model = load_reward_models(config, parts_of(config), make_mesh()).text_models["p"]
