@@ -298,13 +298,13 @@ def value_start(config: Config, mesh: Mesh) -> Params:
     dtype = config.model.param_dtype
     if not is_reward_run(path):
         loaded = hf.open_classifier(model_directory(path, "value.path"), dtype=dtype)
-        weight = loaded.params["head"]["weight"]
-        if len(weight) != 1:
+        one = {"bias": np.zeros(1, np.float32)} | loaded.params["head"]
+        if len(one["weight"]) != 1:
             raise UserError(
                 f"value.path = {path!r} scores {', '.join(loaded.labels)}; a value network starts"
                 " from a reward model with one label"
             )
-        head: dict[str, Any] = {"weight": weight[0], "bias": np.zeros((), np.float32)}
+        head: dict[str, Any] = {name: x[0] for name, x in one.items()}
         return {"trunk": loaded.params["trunk"], "head": head}
     theirs = reward_run(config, "value.path", path)
     shape = run_shape(theirs, kind_of(theirs).task)
