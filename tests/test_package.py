@@ -146,7 +146,7 @@ def area(module):
 @pytest.mark.parametrize("name", sorted(SOURCES))
 def test_imports_go_down(name):
     if name == "jrl":
-        # Its names and its version are looked up lazily; those of modules that moved lead to new ones.
+        # Names and version are looked up lazily; those of modules that moved lead to new ones.
         assert imported(name) == {
             f"jrl.system.{module}" for module in ("extras", "lazy_names", "moved_modules")
         }
