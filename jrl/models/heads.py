@@ -217,7 +217,8 @@ def label_scores(network: Network) -> Scores:
         hidden = last_hidden(network, params["trunk"], tokens, lengths)
         with jax.named_scope("label_head"):
             head = params["head"]
-            return hidden.astype(jnp.float32) @ head["weight"].T + head.get("bias", 0)
+            values = hidden.astype(jnp.float32) @ head["weight"].T
+            return values + head["bias"][None] if "bias" in head else values
 
     return scores
 
