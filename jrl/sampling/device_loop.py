@@ -1,7 +1,7 @@
 """The device loop: rows of a whole batch, of one turn or several, in one program.
 
-Rows go through ``sampling.queue``, which is one decode loop where each has a slot to the end.
-Completions are rows of one turn
+Where rows outnumber slots, or the last ones move into smaller states, they go through
+``sampling.queue``; else one loop decodes all of them. Completions are rows of one turn
 (``sampling.generate``), episodes rows of several (``episodes.device_play``), and the members of a
 tree (``sampling.tree``) share what is here of devices and records.
 """
@@ -185,6 +185,14 @@ def _advance_turns(
 
     with jax.named_scope("turns"):
         return jax.lax.while_loop(more, one, (jnp.int32(0), queue))[1]
+
+
+def results_of(rows: Slots, sequences: Sequences, network: Network) -> tuple[Results, Array | None]:
+    """The results of rows that had a slot each, and the record of their prompts' routing."""
+    recorded = network.extras.recorded
+    experts = None if recorded is None else recorded(rows.cache.rows)
+    routing = None if recorded is None else recorded(sequences.prompts.rows)
+    return Results(rows.tokens, rows.logprobs, rows.lengths, rows.stop, experts), routing
 
 
 def turn_ended(queue: Queue) -> Array:

@@ -6,12 +6,20 @@ from collections.abc import Sequence
 
 import chex
 import jax.numpy as jnp
+import numpy as np
 
-from jrl.sampling.device_loop import as_rollout, sample_rows
+from jrl.sampling.device_loop import (
+    as_rollout,
+    first_slots,
+    independent_axes,
+    results_of,
+    sample_rows,
+    sizes_on,
+)
 from jrl.sampling.params import SamplingParams
-from jrl.sampling.sequences import Members, Prompts, SamplerInputs, first_members
+from jrl.sampling.sequences import Members, Prompts, SamplerInputs, first_members, sequences_of
 from jrl.sampling.slot_sizes import SlotPlan
-from jrl.sampling.slots import check_length
+from jrl.sampling.slots import check_length, decode
 from jrl.types import Array, Network, Params, Rollout
 
 
@@ -53,8 +61,8 @@ def generate(
       UserError: prompt and completion do not fit the network, or the slots no block.
     """
     chex.assert_rank([prompt_tokens, prompt_lengths, ids], [2, 1, 1])
-    width, plan = max_new_tokens, SlotPlan.of(slots)
-    members = group if isinstance(group, Members) else first_members(ids.shape[0], group)
+    n, width, plan = ids.shape[0], max_new_tokens, SlotPlan.of(slots)
+    members = group if isinstance(group, Members) else first_members(n, group)
     # Members with limits of their own may fit where the widest prompt and completion do not.
     if not members.fits:
         check_length(network, prompt_tokens.shape[1], width)
@@ -63,6 +71,26 @@ def generate(
         members = members.replace(limit=jnp.minimum(members.limit, width))
     prompts = Prompts(prompt_tokens, prompt_lengths, ids, members)
     inputs = SamplerInputs(key, params, prompts, sampling_params, version)
+    sizes = sizes_on(independent_axes(network, n)[1], prompts, plan, width, stop_tokens)
+    if sizes.slots == members.number.size and not sizes.smaller:
+        # A slot for each sequence, to the end. What a queue needs is not compiled then: results
+        # apart from the slots, and one more decode loop for each smaller state.
+        inputs = inputs._replace(weights=network.prepare(params))
+        sequences, weights = sequences_of(inputs, network), inputs.weights
+        index = np.arange(sizes.slots, dtype=np.int32)
+        first = first_slots(
+            sequences, index, sizes.block, network=network, weights=weights, width=width
+        )
+        rows, count = decode(
+            weights,
+            first.replace(aligned=True),
+            version,
+            network=network,
+            steps=width,
+            stop_tokens=stop_tokens,
+        )
+        results, routing = results_of(rows, sequences, network)
+        return as_rollout(results, prompts, version, routing=routing), count * sizes.slots
     sampled = sample_rows(inputs, network=network, width=width, stop_tokens=stop_tokens, plan=plan)
     rollout = as_rollout(sampled.results, prompts, version, routing=sampled.routing)
     return rollout, sampled.slot_steps

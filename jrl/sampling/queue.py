@@ -89,8 +89,6 @@ def finish(
     if slots == rows:
         # As many slots as sequences: nothing waits, so no refill is compiled.
         queue = advance(queue, width, first)
-        if not smaller:
-            return queue.replace(results=_results(queue.slots, recorded))  # none left its slot
     else:
 
         def chunked(queue: Queue) -> Queue:
@@ -109,12 +107,6 @@ def finish(
     for size, until in zip(smaller, later, strict=True):
         queue = advance(_compact(queue, size, recorded), width, until)
     return _hand_over(queue, recorded)
-
-
-def _results(slots: Slots, recorded: Recorded) -> Results:
-    """The results of sequences that are all in their slots, in order."""
-    experts = None if recorded is None else recorded(slots.cache.rows)
-    return Results(slots.tokens, slots.logprobs, slots.lengths, slots.stop, experts)
 
 
 def _hand_over(queue: Queue, recorded: Recorded, rows: Array | None = None) -> Queue:
