@@ -143,6 +143,9 @@ def place(sampled: Any, origin: Origin, weights: Any, judge: int | None) -> Plac
     players = shape[0] // origin.ticket.shape[0]
     xp: Any = np if isinstance(sampled.rollout.lengths, np.ndarray) else jnp
     each = lambda x: xp.repeat(xp.asarray(x), players, axis=0)  # noqa: E731
+    use = xp.asarray(origin.use)
+    if use.shape != shape[1:]:  # the data say how many members a group has
+        use = xp.full(shape[1:], TRAIN, np.int32)
     return PlacedGroups(
         rollout=sampled.rollout,
         rewards=sampled.rewards,
@@ -152,7 +155,7 @@ def place(sampled: Any, origin: Origin, weights: Any, judge: int | None) -> Plac
         prior={name: each(x) for name, x in origin.prior.items()},
         ticket=each(origin.ticket),
         row=each(origin.row),
-        use=xp.broadcast_to(xp.asarray(origin.use)[None], shape).astype(np.int32),
+        use=xp.broadcast_to(use[None], shape).astype(np.int32),
         selected=xp.ones(shape, bool),
         round=xp.zeros(shape, np.int32) + xp.asarray(origin.round, np.int32),
         judge=judge,

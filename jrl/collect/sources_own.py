@@ -110,4 +110,4 @@ def make_own_source(run: Run, sampler: Any) -> CheckedSource:
     arguments |= reveal(data.free_options, "data")
     check_options(make, arguments, "data")
     source = check_source(made_by(make, key, **arguments))
-    return CheckedSource(source, len(run.rewards.weights))
+    return CheckedSource(source, len(run.rewards.given_by("data")))

@@ -28,6 +28,8 @@ _OPTIONS = {
 _ANY_TEXT = ("binary", "directory-path", "file-path", "password", "path")
 _VALUES = ("const", "default", "enum", "examples")
 """Keywords of schemas that hold values, not schemas."""
+_NAMED = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
+"""Keywords of schemas that hold schemas by names, which are no keywords."""
 _MARK = {"\ue000": 0}
 
 
@@ -35,17 +37,23 @@ def json_expression(schema: Any) -> str:
     """The expression for JSON of a schema, without white space but one after ":" and ","."""
     if not isinstance(schema, Mapping):
         schema = {} if schema is True else {"enum": []}
-    return "%json " + json.dumps({**_without_notes(schema), "x-guidance": _OPTIONS})
+    return "%json " + json.dumps({**_without_text_formats(schema), "x-guidance": _OPTIONS})
 
 
-def _without_notes(schema: Any) -> Any:
+def _without_text_formats(schema: Any) -> Any:
     """A schema without formats that any text has, as pydantic writes them for paths and secrets."""
+
+    def part_of(key: str, part: Any) -> Any:
+        if key in _NAMED and isinstance(part, Mapping):
+            return {name: _without_text_formats(named) for name, named in part.items()}
+        return part if key in _VALUES else _without_text_formats(part)
+
     if isinstance(schema, list):
-        return [_without_notes(part) for part in schema]
+        return [_without_text_formats(part) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
     return {
-        key: part if key in _VALUES else _without_notes(part)
+        key: part_of(key, part)
         for key, part in schema.items()
         if not (key == "format" and isinstance(part, str) and part in _ANY_TEXT)
     }

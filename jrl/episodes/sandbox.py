@@ -297,7 +297,7 @@ def _kill_left(pid: int, uid: int | None) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     for _ in range(100 if uid is not None else 0):
-        left = running(lambda entry, _: entry.stat().st_uid == uid)
+        left = running(uid=uid)
         left = [each for each in left if each != os.getpid()]
         for each in left:
             with contextlib.suppress(ProcessLookupError):

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +37,7 @@ async def watch(pid: int, limits: SandboxLimits, directory: str | None) -> str:
         await asyncio.sleep(_LOOK_SECONDS)
         if directory is not None and look % _LOOKS == 0:
             # No process of a run can leave its group where it is not set apart.
-            orphans = running(lambda _, group: group == pid)
+            orphans = running(group=pid)
             if _is_beyond(directory, limits.file_bytes):
                 return "files"
         # Where it is set apart, orphans are children of the first process inside.
@@ -48,20 +47,24 @@ async def watch(pid: int, limits: SandboxLimits, directory: str | None) -> str:
     raise AssertionError("count never ends")
 
 
-def running(fits: Callable[[os.DirEntry[str], int], bool]) -> list[int]:
+def running(*, uid: int | None = None, group: int | None = None) -> list[int]:
     """Processes that have not ended.
 
     Args:
-      fits: (entry in /proc, number of the process group) -> whether a process is wanted.
+      uid: of their owner; None for any.
+      group: number of their process group; None for any.
     """
     pids = []
     for entry in os.scandir("/proc"):
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            if entry.name.isdigit():
-                fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
-                # Z and X have ended, and wait to be noticed.
-                wanted = fields[0] not in "ZX" and fits(entry, int(fields[2]))
-                pids += [int(entry.name)] if wanted else []
+        with contextlib.suppress(OSError, IndexError):
+            if not entry.name.isdigit() or uid not in (None, entry.stat().st_uid):
+                continue
+            # Bytes, since a process may give itself a name that is no text.
+            fields = Path(entry.path, "stat").read_bytes().rpartition(b")")[2].split()
+            # Z and X have ended, but Z is also a process whose first thread has, and others run.
+            ended = fields[0] in (b"Z", b"X") and int(fields[17]) < 2
+            if not ended and group in (None, int(fields[2])):
+                pids.append(int(entry.name))
     return pids
 
 

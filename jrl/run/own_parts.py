@@ -14,7 +14,7 @@ import numpy as np
 
 from jrl.collect.collector import on_host
 from jrl.collect.edit import edited, learned, outcome_of
-from jrl.collect.groups import Origin, PlacedGroups, batch_of, place
+from jrl.collect.groups import PlacedGroups, batch_of, place
 from jrl.collect.members import demonstration_rollout, flagged, widths
 from jrl.collect.plan import First, Now, Setting, first_asks, new_collected, view_of
 from jrl.collect.sources import Groups, Source, simple_request
@@ -25,7 +25,7 @@ from jrl.train import programs
 from jrl.train.batches import setting_of, sources_of
 from jrl.train.shapes import abstract_parameters
 from jrl.types import Prompt, Rollout
-from jrl.types.asks import TRAIN, Ask, DrawRequest, Tokens
+from jrl.types.asks import Ask, DrawRequest, Tokens
 from jrl.user_code import made_by
 
 
@@ -135,10 +135,11 @@ def _trained_groups(run: Run, setting: Setting, source: Source | None) -> Placed
     method, now = setting.method, Now(np.zeros(2, np.uint32), np.int32(0))
     collected = new_collected(setting)
     first = first_asks(collected, now, setting)
-    drawn, origin = _zeros(run, first.origin.number.shape), first.origin
-    if source is not None:
-        drawn, origin = _unscored(run, source, first)
-    groups = place(drawn, origin, setting.weights, None)
+    if source is None:
+        drawn = _empty_groups(run, first.origin.number.shape)
+    else:
+        drawn = _drawn_groups(run, source, first)
+    groups = place(drawn, first.origin, setting.weights, None)
     shape = groups.rewards.shape
     groups = method.rewards(groups, view_of(0, first.collected, now, setting))
     if not isinstance(groups, PlacedGroups) or groups.rewards.shape != shape:
@@ -160,7 +161,7 @@ def _trained_groups(run: Run, setting: Setting, source: Source | None) -> Placed
     return trained
 
 
-def _zeros(run: Run, shape: tuple[int, int]) -> Groups:
+def _empty_groups(run: Run, shape: tuple[int, int]) -> Groups:
     """Groups of a run without rewards, with the labels and statistics that its data give."""
     (n, members), t = shape, run.kind.new_tokens * run.kind.contexts
     each, labels = sources_of(run).labels(run)
@@ -173,18 +174,13 @@ def _zeros(run: Run, shape: tuple[int, int]) -> Groups:
     return Groups(_unsampled(prompts, members, t), points, None, {}, ids, stats)
 
 
-def _unscored(run: Run, source: Source, first: First) -> tuple[Groups, Origin]:
-    """Groups that take no sampler, without rewards, and where their members come from."""
+def _drawn_groups(run: Run, source: Source, first: First) -> Groups:
+    """Groups that take no sampler, without rewards."""
     root = np.asarray(jax.random.key_data(jax.random.key(run.config.seed)))
     request = simple_request(root, {"policy": ()}, np.int32(0), first.origin.ticket)
     groups = source.draw(request.replace(asks=first.asks))
-    n, members = groups.rollout.lengths.shape
-    points = np.zeros((n, members, len(run.rewards.weights)), np.float32)
-    number = np.broadcast_to(np.arange(members, dtype=np.int32), (n, members))
-    origin = first.origin
-    if origin.use.shape != (members,):  # the data say how many there are
-        origin = origin._replace(number=number, use=np.full(members, TRAIN, np.int32))
-    return groups._replace(rewards=points), origin
+    points = np.zeros((*groups.rollout.lengths.shape, len(run.rewards.weights)), np.float32)
+    return groups._replace(rewards=points)
 
 
 def _check_asks(asks: Any) -> None:

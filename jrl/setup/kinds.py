@@ -402,6 +402,10 @@ class GivenKind(Kind):
         """Never."""
         return False
 
+    def labels(self, method: Method) -> Labels:
+        """None."""
+        return Labels()
+
     @property
     def features(self) -> dict[str, str]:
         """Given completions."""

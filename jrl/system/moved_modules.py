@@ -81,7 +81,8 @@ MOVED = {
     "objectives.length_rewards": "zoo.methods.mirror_descent, zoo.methods.batch_statistics and"
     " zoo.methods.rlhf",
     "objectives.prompt_table": "zoo.methods.prompt_table",
-    "objectives.tie_breakers": "objectives.comparisons",
+    "objectives.tie_breakers": "objectives.comparisons, zoo.methods.batch_statistics and"
+    " zoo.methods.entropy",
     "own": "user_code",
     "processes": "system.processes",
     "progress": "run.progress",

@@ -27,7 +27,8 @@ def abstract_batch(run: Run) -> Batch:
 
     labels, axes = run.kind.labels(run.method), (n, g, t)
     ids = {x: array(jnp.int32, *axes[:k]) for x, k in {"prompt": 1, **labels.ids}.items()}
-    names = {"external": 3, **({"sampler_logprobs": 3} if draw.samples else {}), **labels.stats}
+    drawn = {"sampler_logprobs": 3} if run.kind.sampled and draw.samples else {}
+    names = {"external": 3, **drawn, **labels.stats}
     stats = {x: array(jnp.float32, *axes[:k]) for x, k in names.items()}
     parts = len(run.rewards.weights)
     everywhere: Any = replicated(run.mesh)

@@ -130,6 +130,10 @@ def forgets(sampler, tokenizer):
 
 def narrow(tokenizer):
     return None
+
+
+def lengths(samples):
+    return [len(sample.completion) for sample in samples]
 '''
 
 
@@ -146,14 +150,18 @@ def settings(tmp_path, model, source, *more):
 
 def test_a_source_of_ones_own_trains_and_is_evaluated(tmp_path, letters_model, monkeypatch):
     monkeypatch.setattr(running, "write_report", lambda directory: directory)
-    summary = train(settings(tmp_path, letters_model, "vowels"), echo=lambda line: None)
+    lengths = f'{{function="{tmp_path}/own.py:lengths", weight=0.25}}'
+    rewards = (f"rewards={{reward={{}}, lengths={lengths}}}", "reward_pool.workers=0")
+    config = settings(tmp_path, letters_model, "vowels", *rewards)
+    summary = train(config, echo=lambda line: None)
     assert summary["eval_before"]["problems"] == 5
     records = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
     trained = [s for s in samples if s.get("split") != "eval"]
     assert {s["prompt"][-2] for s in trained} == set("aeio")  # tickets 0 to 3, a row each
     for sample in samples:
-        assert sample["reward"] == float(sample["answer"] in sample["completion"])
+        text = sample["completion"]
+        assert sample["reward"] == (sample["answer"] in text) + len(text) / 4
     for step, record in enumerate(records, 1):
         points = [s["reward"] for s in trained if s["step"] == step]
         assert record["reward"] == pytest.approx(np.mean(points))

@@ -302,6 +302,7 @@ def test_a_format_that_any_text_has_is_no_reason_to_refuse():
     grammars = Grammars(talker, talker.vocab_size)
     names = ("path", "file-path", "directory-path", "binary", "password")
     fields = {name: {"type": "string", "format": name} for name in names}
+    fields["default"] = {"type": "string", "format": "path"}  # a field that is called as a keyword
     schema = {"type": "object", "properties": fields | {"format": {"const": {"format": "path"}}}}
     grammars.check(f"start: {json_expression(schema)}\n")
     assert '"const": {"format": "path"}' in json_expression(schema)

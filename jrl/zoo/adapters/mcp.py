@@ -18,6 +18,7 @@ import threading
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
+from jrl.episodes.gate import retrieve_error
 from jrl.episodes.host import EnvError, HostEnv, Limits
 from jrl.episodes.model_endpoint import environment_variable
 from jrl.episodes.parsers import get_parser
@@ -179,7 +180,12 @@ class McpServer:
                 self._connection.end()
             others = asyncio.all_tasks() - {asyncio.current_task()}
             if others:
-                await asyncio.wait(others, timeout=5.0)
+                # A server that has not opened its session yet is not waited for any longer.
+                _, pending = await asyncio.wait(others, timeout=5.0)
+                for task in pending:
+                    task.cancel()
+                if pending:
+                    await asyncio.wait(pending, timeout=3.0)
 
         asyncio.run_coroutine_threadsafe(end(), self._loop).result(10.0)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -214,6 +220,7 @@ class _Connection:
 
     def __init__(self, client: Any) -> None:
         self._session: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._session.add_done_callback(retrieve_error)  # whoever asked may have stopped waiting
         self._ended = asyncio.Event()
         self.task = asyncio.create_task(self._hold(client))
 
@@ -234,9 +241,10 @@ class _Connection:
         """
         session = await asyncio.shield(self._session)
         work = asyncio.ensure_future(getattr(session, method)(*arguments))
+        work.add_done_callback(retrieve_error)
         try:
             await asyncio.wait({work, self.task}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
+            if not work.done() or work.cancelled():
                 raise ConnectionError("the connection has ended")
             return work.result()
         finally:
