@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 
 from jrl.collect.collector import Collector
+from jrl.collect.groups import Origin
+from jrl.collect.groups import place as placed
 from jrl.collect.plan import Setting
 from jrl.collect.reward_stages import JudgedParts, model_stage
 from jrl.collect.sources import Groups
 from jrl.collect.sources_given import BatchSizes, JudgedSource, judged_groups, sizes_of
 from jrl.config import load_config
 from jrl.config.tables import RewardTable
+from jrl.data.pairs import Judged
 from jrl.errors import UserError
 from jrl.evaluate.pairs import JudgedEvaluator
 from jrl.models import hf
@@ -30,6 +33,7 @@ from jrl.train import build, programs
 from jrl.train.reward_model import load_reward_models
 from jrl.train.trainable import check_trainable
 from jrl.types import StopReason
+from jrl.types.asks import TRAIN
 
 SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32}
 LETTERS = "abcdefghijklmnopqrstuvwxyz? "
@@ -746,3 +750,14 @@ def test_a_run_is_not_resumed_on_pairs_that_changed_in_place(place, tmp_path, mo
     write_rows(files["held_out"], pairs(0, 9))
     with pytest.raises(UserError, match=r"data.eval has 9 rows, and had 10 when the run began"):
         train(config, echo=lambda line: None)
+
+
+def test_groups_of_a_file_are_as_large_as_it_says_whatever_was_asked():
+    """As methods with edits place them, where sampling.group asks for eight."""
+    ids = np.array([1, 2], np.int32)
+    judged = Judged(0, "say", ids, (ids, ids[:1]), (1.0, 0.0), (False, False))
+    asked = np.zeros(1, np.int32)
+    number = np.arange(8, dtype=np.int32)[None]
+    origin = Origin(asked, asked, number, np.zeros(8, np.int32), np.int32(0), {})
+    groups = placed(judged_groups([judged], BatchSizes(8, 2, 8)), origin, np.ones(1), None)
+    assert groups.use.tolist() == [[TRAIN, TRAIN]]
