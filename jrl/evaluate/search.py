@@ -146,7 +146,8 @@ def problems_of(
     most = run.config.eval.problems if most is None else most
     count = run.kind.problems(run.data, most, split)
     if not count:
-        raise UserError(f"data.{split} is missing; name a file of prompts")
+        which = "held-out prompts" if split == "eval" else "prompts"
+        raise UserError(f"data.{split} is missing; name a file of {which}")
     rows = np.arange(min(count, most))
     return undrawn_source(run, None, split).prompts(key, rows)
 

@@ -61,7 +61,7 @@ def contrastive_rubrics(
 
     Args:
       rows: with "prompt" and either "chosen" and "rejected", or "responses" and their "scores".
-      write: writes rubrics.
+      write: writes rubrics; it returns text, so it is not async.
       judge: goes by them; None for the same model.
       least: tau.
 
