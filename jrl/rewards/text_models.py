@@ -82,11 +82,17 @@ class TextModel(NamedTuple):
     def points(
         self, units: Sequence[Sequence[Sample]]
     ) -> tuple[list[Sequence[Returned]], dict[str, float]]:
-        """As ``TextGiver.points``: one number for a sample, or one for each of its tokens."""
+        """As ``TextGiver.points``: one number for a sample, or one for each of its tokens.
+
+        By step, a sample of which it is not known where its tokens end in the text has no opinion.
+        """
         if self.reader.table.by == "completion":
             numbers, counts = self([sample for unit in units for sample in unit])
             return [[number] for number in numbers], counts
-        steps = [[steps_of(sample.completion) for sample in unit] for unit in units]
+        steps = [
+            [steps_of(s.completion) if len(s.ends) == len(s.tokens) else [] for s in unit]
+            for unit in units
+        ]
         read = [
             dataclasses.replace(sample, completion=sample.completion[:end].rstrip())
             for unit, of_unit in zip(units, steps, strict=True)
