@@ -240,10 +240,10 @@ def load_text_model(
     reader = Reader(table, load_tokenizer(directory))
     loaded = [_load(path, table, key, dtype) for path in table.path]
     for path, each in zip(table.path, loaded, strict=True):
-        if (each.config, each.labels) != (loaded[0].config, loaded[0].labels):
+        if _shape(each) != _shape(loaded[0]):
             raise UserError(
-                f"{key}.path: {path!r} has another shape or other labels than {table.path[0]!r};"
-                " models of an ensemble are of one shape"
+                f"{key}.path: {path!r} has another shape or other labels than {table.path[0]!r},"
+                " or only one of them has a score.bias; models of an ensemble are of one shape"
             )
     config = loaded[0].config
     check_vocab(reader.tokenizer, config.vocab_size)
@@ -277,6 +277,11 @@ def load_text_model(
         min(table.max_tokens or config.max_length, config.max_length),
         rules,
     )
+
+
+def _shape(model: hf.Classifier) -> tuple[Any, ...]:
+    """What models of an ensemble share."""
+    return model.config, model.labels, sorted(model.params.get("head", ()))
 
 
 def _load(path: str, table: RewardModelTable, key: str, dtype: str) -> hf.Classifier:

@@ -506,6 +506,20 @@ def test_mistakes_are_said_in_a_line(place, tmp_path, line):
     assert line in str(caught.value)
 
 
+def test_models_of_an_ensemble_have_a_bias_or_none(place, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((place / "rm1" / name).read_bytes())
+    tensors = load_file(place / "rm1" / "model.safetensors")
+    tensors["score.bias"] = np.zeros(2, np.float32)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    paths = [str(place / "rm0"), str(tmp_path)]
+    table = checked(RewardModelTable, "rewards.r", {"path": paths, **ONE})
+    with pytest.raises(UserError, match=r"rewards\.r\.path: .*only one of them has a score\.bias"):
+        load_text_model(table, Rules(), "rewards.r", make_mesh(), "float32", seed=0)
+
+
 def test_a_template_is_checked_against_the_data(place):
     model = loaded(place, **ONE)
 
