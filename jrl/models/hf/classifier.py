@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pathlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,7 +83,7 @@ def open_classifier(dir: str | os.PathLike[str], *, dtype: str | None = None) ->
     return Classifier(config, params, _labels(raw, len(weight)), pad if type(pad) is int else None)
 
 
-def _tensor(path: str | os.PathLike[str], name: str) -> np.ndarray:
+def _tensor(path: pathlib.Path, name: str) -> np.ndarray:
     """A tensor of a file in float32."""
     with open_safetensors(path) as file:
         values: np.ndarray = file.get_tensor(name).astype(np.float32)
