@@ -142,6 +142,10 @@ def _wrong(table: RewardModelTable) -> str:
             f"uncertainty = {table.uncertainty} is not read with ensemble = {table.ensemble!r}; set"
             ' ensemble to "deviation" or "uwo"'
         )
+    name = next((n for n in ("after", "column") if getattr(table, n)), "")
+    if name and table.by in ("step", "progress"):  # each step is read with what is before it
+        value = getattr(table, name)
+        return f"{name} = {value!r} is not read with by = {table.by!r}; remove one of them"
     if table.answers is not None:
         if table.labels:
             return (

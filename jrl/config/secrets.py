@@ -28,7 +28,14 @@ _KEYS = (
 )
 """Words joined to "key" in names of secrets, unlike in "monkey"."""
 _LAST_WORDS = {"pass", "pat"}
-"""Words that are secrets at the end of a longer name, such as db_pass."""
+"""Words that are secrets behind one of ``_LOGINS``, such as db_pass, unlike first_pass."""
+_LOGINS = {
+    *("account", "admin", "api", "app", "bitbucket", "cert", "client", "database", "db", "docker"),
+    *("email", "ftp", "git", "github", "gitlab", "http", "imap", "keystore", "ldap", "login"),
+    *("mail", "mongo", "my", "mysql", "pg", "postgre", "proxy", "redi", "root", "server", "sftp"),
+    *("smtp", "sql", "ssh", "sudo", "user", "vault", "vpn", "wifi"),
+}
+"""As ``_words`` has them, without an s at the end."""
 _OF_TOKENS = (
     *("budget", "clip", "count", "credit", "entropy", "id", "kl", "length", "level", "limit"),
     *("loss", "mask", "mean", "mode", "penalty", "reward", "sum", "type", "weight", "weighting"),
@@ -55,7 +62,8 @@ _PREFIXED = (
 _HEADER = re.compile(r"(?:Bearer|Basic|Token)\s+\S{6,}|(?i:bearer|basic|token)\s+(?=\S*\d)\S{12,}")
 """A text that is nothing but the value of a header."""
 _FORMS = re.compile(
-    r"(?i:authorization)[\"']?\s*:\s*[\"']?\w+\s+\S{6,}|"
+    r"(?i:authorization)[\"']?\s*:\s*[\"']?"
+    r"(?:(?i:apikey|basic|bearer|digest|hmac|key|token)\s+|\w+\s+(?=\S*\d))\S{6,}|"
     rf"(?<![\w/.-])(?:{'|'.join(_PREFIXED)})[-_.](?=[\w.-]*\d)[\w.-]{{11,}}(?![\w/])|"
     r"(?<![\w/.-])hf_(?=\w*[a-z])(?=\w*[A-Z])[a-zA-Z]{20,}(?![\w/])|"
     r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}|\bAIza[\w-]{30,}|\bya29\.[\w-]{10,}|"
@@ -79,12 +87,27 @@ _SIGNED = {"sig", "signature", "pass"}
 """Words of the names of values in a query that let whoever has the address in."""
 _LONG_CODE = 12
 """Characters of a "code" in a query that is one of these, and not one of a language."""
-_NAMED = re.compile(
-    r"(?i)([\w.-]*(?:api[_-]?key|secret|passw(?:or)?d|passphrase|authorization"
-    r"|(?:access|auth|bearer|github|hf|refresh)[_-]?token)[\"']?\s*[=:]\s*[\"']?|"
-    r"--(?:api-key|password|secret|token)[ =])(?!env:|\(hidden\))[^\s\"',;}&]{4,}"
+_CLEAR = (
+    r"(?:api[_-]?key|secret|passw(?:or)?d|passphrase|authorization"
+    r"|(?:access|auth|bearer|github|hf|refresh)[_-]?token)"
 )
-"""A name that is a secret's whatever it belongs to, and its value in a message."""
+"""Ends of names that are a secret's whatever they belong to."""
+_QUOTED = re.compile(
+    r"(?<![\w.-])([\w.-]+)([\"']?\s*[=:]\s*([\"']))(?!env:|\(hidden\))"
+    r"((?:\\.|(?!\3)[^\\\n]){4,})"
+)
+"""A name and its quoted value in a message, as far as the line goes where no quote ends it."""
+_LONG_VALUE = 8
+"""Characters of a quoted value that is a secret by any name that ``hide`` knows."""
+_NAMED = re.compile(
+    rf"(?im)((?<![\w.-])[\w.-]*{_CLEAR}[\"']?(?:\s*=\s*|:(?=\S)"
+    r"|:[ \t]+(?=[^\s\"',;}&\d]*\d[^\s\"',;}&]*(?:[\"',;}]|(?<=:)\s|\s*$)))"
+    r"|--(?:api-key|password|secret|token)[ =])"
+    r"(?!env:|\(hidden\)|[\"']|(?:none|null|true|false)(?![\w-]))"
+    r"(?:(?:bearer|basic|token)\s+)?[^\s\"',;}&]{4,}?(?=:?(?:[\s\"',;}&]|$))"
+)
+"""Such a name and its value without quotes; what follows a colon and a space may be a sentence, and
+is none where it has a digit and nothing follows."""
 _FLAG = re.compile(r"(?:^|\s)--?([\w-]+)(?:\s+([^-\s]\S*))?")
 """An option of a command, and what follows it."""
 _NUMBER = re.compile(r"[\d.]*")
@@ -168,6 +191,7 @@ def without_secrets(text: str) -> str:
         lambda m: m[0].partition("://")[0] + "://" + HIDDEN if "://" in m[0] else HIDDEN, text
     )
     text = _QUERY.sub(lambda m: m[1] + HIDDEN if _in_query(m[2]) else m[0], text)
+    text = _QUOTED.sub(lambda m: m[1] + m[2] + HIDDEN if _is_quoted(m[1], m[4]) else m[0], text)
     return _NAMED.sub(lambda m: m[1] + HIDDEN, text)
 
 
@@ -224,9 +248,17 @@ def _names_one(name: object) -> bool:
         return False
     if words[0:1] == ["token"] and set(words[1:2]) & set(_OF_TOKENS):
         words = words[2:]
-    if len(words) > 1 and words[-1] in _LAST_WORDS:
+    if len(words) > 1 and words[-1] in _LAST_WORDS and words[-2] in _LOGINS:
         return True
     return any(w in _WORDS or w in together or w.endswith(_ENDINGS) for w in words)
+
+
+def _is_quoted(name: str, value: str) -> bool:
+    """Whether a value in quotes is a secret by its name, which a table's may precede."""
+    if re.search(f"(?i){_CLEAR}$", name):
+        return True
+    last = name.rpartition(".")[2]
+    return _names_one(last) and not last.endswith("tokens") and len(value) >= _LONG_VALUE
 
 
 def _in_query(name: str) -> bool:

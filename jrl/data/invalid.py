@@ -22,6 +22,10 @@ class TooLong(UserError):
     """A row is above a limit; ``data.overlong`` says what happens to it."""
 
 
+class SlowPattern(UserError):
+    """A pattern takes too long over a row; so it does over others, which are not tried."""
+
+
 class Overlong:
     """Decides about rows above a limit, and counts them.
 
@@ -72,7 +76,7 @@ def read_rows(
 
     Raises:
       UserError: there were such rows and they are not to be skipped, or there were no others; or
-        TooLong from ``read``.
+        TooLong or SlowPattern from ``read``.
     """
     made: list[T] = []
     problems: list[tuple[str, str]] = []
@@ -83,9 +87,9 @@ def read_rows(
         where = source.where(index)
         try:
             item = read(index, source[index], where)
-        except TooLong:
-            raise
         except UserError as error:
+            if isinstance(error, TooLong) or (isinstance(error, SlowPattern) and not skip):
+                raise
             last = last if problems else index + _LOOKED
             message = str(error)  # one about the template or the tokenizer does not know the row
             problems.append((where, message if where in message else f"{where}: {message}"))

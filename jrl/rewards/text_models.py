@@ -82,11 +82,17 @@ class TextModel(NamedTuple):
     def points(
         self, units: Sequence[Sequence[Sample]]
     ) -> tuple[list[Sequence[Returned]], dict[str, float]]:
-        """As ``TextGiver.points``: one number for a sample, or one for each of its tokens."""
+        """As ``TextGiver.points``: one number for a sample, or one for each of its tokens.
+
+        By step, a sample of which it is not known where its tokens end in the text has no opinion.
+        """
         if self.reader.table.by == "completion":
             numbers, counts = self([sample for unit in units for sample in unit])
             return [[number] for number in numbers], counts
-        steps = [[steps_of(sample.completion) for sample in unit] for unit in units]
+        steps = [
+            [steps_of(s.completion) if len(s.ends) == len(s.tokens) else [] for s in unit]
+            for unit in units
+        ]
         read = [
             dataclasses.replace(sample, completion=sample.completion[:end].rstrip())
             for unit, of_unit in zip(units, steps, strict=True)
@@ -234,10 +240,10 @@ def load_text_model(
     reader = Reader(table, load_tokenizer(directory))
     loaded = [_load(path, table, key, dtype) for path in table.path]
     for path, each in zip(table.path, loaded, strict=True):
-        if (each.config, each.labels) != (loaded[0].config, loaded[0].labels):
+        if _shape(each) != _shape(loaded[0]):
             raise UserError(
-                f"{key}.path: {path!r} has another shape or other labels than {table.path[0]!r};"
-                " models of an ensemble are of one shape"
+                f"{key}.path: {path!r} has another shape or other labels than {table.path[0]!r},"
+                " or only one of them has a score.bias; models of an ensemble are of one shape"
             )
     config = loaded[0].config
     check_vocab(reader.tokenizer, config.vocab_size)
@@ -271,6 +277,11 @@ def load_text_model(
         min(table.max_tokens or config.max_length, config.max_length),
         rules,
     )
+
+
+def _shape(model: hf.Classifier) -> tuple[Any, ...]:
+    """What models of an ensemble share."""
+    return model.config, model.labels, sorted(model.params.get("head", ()))
 
 
 def _load(path: str, table: RewardModelTable, key: str, dtype: str) -> hf.Classifier:

@@ -170,6 +170,8 @@ MOVED = {
 }
 """Old name -> new one, both without ``jrl.``; what was below an old name is below the new one."""
 
+_FUNCTIONS = {"episodes.endpoint", "methods.reinforce"}
+"""Old names that a function of the package has today, whose place an import would take."""
 _IN_ENVS = (
     "; environments are in jrl.zoo.envs, adapters in jrl.zoo.adapters, tools in jrl.zoo.tools"
 )
@@ -203,6 +205,37 @@ class _Moved(importlib.abc.Loader):
         """Nothing: it has run. Its own specification, which import replaces, is put back."""
         module.__spec__ = self._spec
 
+    def get_code(self, name: str) -> types.CodeType | None:
+        """That of the new name, for ``python -m``."""
+        spec = importlib.util.find_spec(self._new)
+        assert spec is not None
+        assert isinstance(spec.loader, importlib.abc.InspectLoader)
+        return spec.loader.get_code(self._new)
+
+
+class _MovedPackage(importlib.abc.Loader):
+    """Gives a package a module of its own, whose names are those of the new one.
+
+    Import sets what is imported below a package as its attribute: ``jrl.envs.play`` would take the
+    place of ``jrl.episodes.play``, which is another module.
+    """
+
+    def __init__(self, new: str) -> None:
+        self._new = new
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        """None: the usual empty one."""
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Has the module look names up: old ones of modules below it, others in the new package."""
+        package, old = importlib.import_module(self._new), module.__name__
+
+        def find(name: str) -> Any:
+            moved = f"{old}.{name}".removeprefix("jrl.") in MOVED
+            return importlib.import_module(f"{old}.{name}") if moved else getattr(package, name)
+
+        vars(module)["__getattr__"] = find
+
 
 class _Finder(importlib.abc.MetaPathFinder):
     """Comes first: below the old name of a package others would load its files a second time."""
@@ -214,14 +247,18 @@ class _Finder(importlib.abc.MetaPathFinder):
         if new is None:
             return None
         text = f"{fullname} is {new} now"
-        if not all(map(str.isidentifier, new.split("."))):  # it is in several
+        several = not all(map(str.isidentifier, new.split(".")))
+        if several or fullname.removeprefix("jrl.") in _FUNCTIONS:
             raise ModuleNotFoundError(text, name=fullname)
-        if importlib.util.find_spec(new) is None:
+        spec = importlib.util.find_spec(new)
+        if spec is None:
             more = _IN_ENVS if fullname.startswith("jrl.envs.") else ""
             raise ModuleNotFoundError(f"{text}, and there is none{more}", name=fullname)
         if fullname != "jrl.envs":  # what is in it is named next
             warnings.warn(f"{text}; write the new name", FutureWarning, stacklevel=2)
-        return importlib.machinery.ModuleSpec(fullname, _Moved(new))
+        package = spec.submodule_search_locations is not None
+        loader = _MovedPackage(new) if package else _Moved(new)
+        return importlib.machinery.ModuleSpec(fullname, loader, is_package=package)
 
 
 def install() -> None:

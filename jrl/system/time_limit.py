@@ -35,4 +35,4 @@ def time_limit(
         yield
     finally:
         signal.setitimer(timer, 0)
-        signal.signal(number, before)
+        signal.signal(number, signal.SIG_DFL if before is None else before)  # None: one of C

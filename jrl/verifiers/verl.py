@@ -71,6 +71,9 @@ def sandbox_fusion(
 
 def _limits(timeout: float, memory_limit_mb: float) -> dict[str, Any]:
     """Options of ``code`` with the limits of ``sandbox_fusion``."""
+    for name, value in {"timeout": timeout, "memory_limit_mb": memory_limit_mb}.items():
+        if not value > 0:
+            raise UserError(f"rewards.sandbox_fusion.{name} = {value} must be above 0")
     return {"seconds": timeout, "total_seconds": 2 * timeout, "memory_mib": memory_limit_mb}
 
 

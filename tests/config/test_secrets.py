@@ -185,6 +185,7 @@ SECRETS = {
     "db_pass": "abcd1234",
     "openaikey": "abcd1234",
     "github_pat": "abcd1234",
+    "SMTP_PASS": "abcd1234",
     "sentry_dsn": "abcd1234",
     "a password in a query": "https://host/x?user=me&pass=abcd1234",
     "small letters": "token abcd1234abcd",
@@ -203,6 +204,9 @@ HARMLESS = {
     "pass": "yes",
     "pass_rate": "high",
     "pat": "a+",
+    "file_pat": "*.txt",
+    "compile_pass": "fusion",
+    "first_pass": "greedy",
     "basic": "basic arithmetic",
     "language": "https://host/x?code=en&country_code=DE",
     "words": "Score it.\nKey: points\nToken: none",
@@ -262,6 +266,16 @@ def test_the_environment_gives_what_stands_beside_a_name(value, monkeypatch):
         "x-api-key: abcd1234",
         "the command --token abcd1234 ends with 1",
         "https://host/x?X-Amz-Signature=abcd1234",
+        "password = 'correct horse abcd1234': no such key",
+        "password = 'it\\'s abcd1234' is short",
+        'password: "it\'s abcd1234"',
+        "{'client_secret': 'horse abcd1234', 'n': 3}",
+        "password = 'correct horse abcd1234",
+        "token = 'abcd1234'",
+        "rewards.j.private_key = 'abcd1234'",
+        "authorization=Bearer abcd1234",
+        "the headers x-api-key: abcd1234, accept: text",
+        "api_key: abcd1234: refused",
     ],
 )
 def test_what_a_message_says_of_a_secret_by_its_name_is_hidden(text):
@@ -281,3 +295,29 @@ def test_messages_hold_no_secrets():
     plain = "train.max_tokens = 'x'; see http://host/page?token_count=3 or data.answer_key = 'y'"
     assert without_secrets(plain).startswith("train.max_tokens = 'x'; see http://host/page?token_c")
     assert without_secrets("objective.key = 'x'; use 3") == "objective.key = 'x'; use 3"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data.api_key: extra fields not permitted",
+        "rewards.secret: unknown key",
+        "authorization: must be text",
+        "authorization: extra fields not permitted",
+        "rewards.j.api_key = None: give a text",
+        "rewards.j.password = true is no text",
+        "rewards.j.secret: line 12 has 3456 of them",
+        "sampling.max_new_tokens = 'infinite'; give a number",
+        "data.answer_key = 'final_answer'; there is no such field",
+        "rewards.j.key_variable = 'THE_JUDGE_KEY' is not set",
+        "data.file_pat = 'rows-*.jsonl' matches no file",
+    ],
+)
+def test_what_a_message_says_besides_is_shown(text):
+    assert without_secrets(text) == text
+
+
+def test_the_rest_of_a_message_with_a_secret_is_shown():
+    text = "rewards.j.api_key = 'two words': no such key; give api_key = None"
+    assert without_secrets(text) == text.replace("two words", HIDDEN)
+    assert without_secrets("API_KEY=abcd: refused") == f"API_KEY={HIDDEN}: refused"

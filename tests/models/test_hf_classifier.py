@@ -106,3 +106,24 @@ def test_what_is_no_reward_model_is_said(tmp_path):
     (tmp_path / "lm" / "config.json").write_text(json.dumps(document))
     with pytest.raises(UserError, match="missing tensor 'score.weight'"):
         hf.open_classifier(tmp_path / "lm")
+
+
+def test_a_bias_is_checked_as_the_weight_is(tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    write_model(tmp_path, "Qwen2ForTokenClassification", {"num_labels": 2})
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    for bias, line in {
+        (0.0, 0.0, 0.0): r"'score\.bias' has shape \[3\], expected \[2\]",
+        (0.0, float("nan")): r"'score\.bias' holds numbers that are not finite",
+    }.items():
+        save_file(tensors | {"score.bias": np.array(bias, np.float32)}, path, {"format": "pt"})
+        with pytest.raises(UserError, match=line):
+            hf.open_classifier(tmp_path)
+
+
+def test_the_classes_of_process_reward_models_are_listed(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["BertForTokenClassification"]}')
+    with pytest.raises(UserError, match="supported: .*Qwen3ForTokenClassification"):
+        hf.open_classifier(tmp_path)

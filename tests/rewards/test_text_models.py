@@ -1,5 +1,6 @@
 """Reward models that read text: published classifiers and language models, beside transformers."""
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -375,6 +376,9 @@ def test_a_model_that_reads_text_pays_at_the_ends_of_steps(place, by):
             assert len(paid) == len(text)
             np.testing.assert_allclose(np.array(paid)[at], steps, atol=1e-4)
             assert at[-1] == len(text) - 1
+    unknown = dataclasses.replace(in_steps("3\n\n4"), ends=())  # thinking was taken out of it
+    (others,), _ = model.points([[*(in_steps(text) for text in texts), unknown]])
+    assert others == [*points, None]
     long = loaded(place, by=by, max_tokens=45, **ONE)
     ((few,), counts) = long.points([[in_steps(text) for text in ("4", "4\n\n" + "5" * 40)]])
     assert few[0] is not None
@@ -464,6 +468,14 @@ WRONG = {
     "dropout = 0.1 with answers": {"path": "lm", "dropout": 0.1, "answers": ["Y", "N"]},
     "single_pass = 2 of 2 passes": {"path": "rm0", "dropout": 0.1, "passes": 2, "single_pass": 2},
     "template is missing: with answers": {"path": "lm", "answers": ["Y", "N"]},
+    "after = '</think>' is not read with by = 'step'": {
+        **{"path": "rm0", "by": "step", "after": "</think>"},
+        **ONE,
+    },
+    "column = 'first' is not read with by = 'progress'": {
+        **{"path": "rm0", "by": "progress", "column": "first"},
+        **ONE,
+    },
     "of which none counts": {"path": "rm0", "labels": {"cost": 0.0}},
     "write a message as {role": {"path": "rm0", "template": [{"role": "user"}]},
     "it is a language model": {"path": "lm"},
@@ -492,6 +504,20 @@ def test_mistakes_are_said_in_a_line(place, tmp_path, line):
     with pytest.raises(UserError) as caught:
         load()
     assert line in str(caught.value)
+
+
+def test_models_of_an_ensemble_have_a_bias_or_none(place, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((place / "rm1" / name).read_bytes())
+    tensors = load_file(place / "rm1" / "model.safetensors")
+    tensors["score.bias"] = np.zeros(2, np.float32)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    paths = [str(place / "rm0"), str(tmp_path)]
+    table = checked(RewardModelTable, "rewards.r", {"path": paths, **ONE})
+    with pytest.raises(UserError, match=r"rewards\.r\.path: .*only one of them has a score\.bias"):
+        load_text_model(table, Rules(), "rewards.r", make_mesh(), "float32", seed=0)
 
 
 def test_a_template_is_checked_against_the_data(place):

@@ -4,6 +4,8 @@ import importlib
 import importlib.util
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -60,3 +62,43 @@ def test_old_names_are_gone_and_new_ones_are_there(old):
         new = f"zoo.adapters{new}" if new.startswith(".") else new
         assert importlib.util.find_spec(f"jrl.{new}"), new
         assert not pathlib.Path(jrl.__path__[0], *old.split(".")).with_suffix(".py").exists()
+
+
+_ALL = """
+import importlib, sys, types, warnings
+warnings.simplefilter("ignore")
+import jrl.episodes.play, jrl.episodes.search, jrl.methods
+from jrl.system.moved_modules import MOVED
+endpoint, reinforce, others = jrl.episodes.endpoint, jrl.methods.reinforce, []
+for old in MOVED:
+    try:
+        importlib.import_module(f"jrl.{old}")
+    except ImportError:  # in several modules, or of an extra
+        others.append(old)
+assert jrl.episodes.endpoint is endpoint and jrl.methods.reinforce is reinforce
+assert len(others) < 20, others
+for name, module in list(sys.modules.items()):
+    if name.startswith("jrl.") and module.__name__ == name:
+        parent, _, last = name.rpartition(".")
+        value = getattr(sys.modules[parent], last)
+        assert value is module or not isinstance(value, types.ModuleType), (name, value)
+from jrl.envs import Env, host, play, search
+assert Env is jrl.episodes.Env and host is jrl.episodes.host
+assert play.__name__ == "jrl.episodes.device_play" and search.__name__ == "jrl.zoo.tools.search"
+"""
+
+
+def test_old_names_take_the_place_of_no_new_one():
+    done = subprocess.run([sys.executable, "-c", _ALL], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_old_name_runs_as_a_program():
+    command = [sys.executable, "-W", "ignore", "-m", "jrl.json_text"]
+    assert subprocess.run(command).returncode == 0
+
+
+@pytest.mark.parametrize("old", ["episodes.endpoint", "methods.reinforce"])
+def test_an_old_name_that_a_function_has_says_the_new_one(old):
+    with pytest.raises(ModuleNotFoundError, match=rf"^jrl\.{old} is jrl\.{MOVED[old]} now$"):
+        importlib.import_module(f"jrl.{old}")

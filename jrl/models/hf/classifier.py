@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pathlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,7 +50,7 @@ def open_classifier(dir: str | os.PathLike[str], *, dtype: str | None = None) ->
       dtype: of the trunk; the head stays in float32.
 
     Raises:
-      UserError: as ``open_checkpoint``, or a head that is missing or of another width.
+      UserError: as ``open_checkpoint``, or a head that is missing, of another shape or not finite.
     """
     directory = model_directory(dir)
     if dtype is not None and dtype not in DTYPES:
@@ -67,18 +68,28 @@ def open_classifier(dir: str | os.PathLike[str], *, dtype: str | None = None) ->
             f"{head.file}: tensor {_HEAD!r} has shape {list(head.shape)}, expected [labels,"
             f" {config.embed_dim}]"
         )
-    with open_safetensors(head.file) as file:
-        weight = file.get_tensor(_HEAD).astype(np.float32)
-    if not np.isfinite(weight).all():
-        raise UserError(f"{head.file}: tensor {_HEAD!r} holds numbers that are not finite")
+    weight = _tensor(head.file, _HEAD)
     heads = {"weight": weight}
     if bias is not None:
-        with open_safetensors(bias.file) as file:
-            heads["bias"] = file.get_tensor(_BIAS).astype(np.float32)
+        if bias.shape != head.shape[:1]:
+            raise UserError(
+                f"{bias.file}: tensor {_BIAS!r} has shape {list(bias.shape)}, expected"
+                f" [{head.shape[0]}], the labels of {_HEAD!r}"
+            )
+        heads["bias"] = _tensor(bias.file, _BIAS)
     raw = read_json(directory / "config.json")
     pad = raw.get("pad_token_id")
     params = {"trunk": trunk, "head": heads}
     return Classifier(config, params, _labels(raw, len(weight)), pad if type(pad) is int else None)
+
+
+def _tensor(path: pathlib.Path, name: str) -> np.ndarray:
+    """A tensor of a file in float32."""
+    with open_safetensors(path) as file:
+        values: np.ndarray = file.get_tensor(name).astype(np.float32)
+    if not np.isfinite(values).all():
+        raise UserError(f"{path}: tensor {name!r} holds numbers that are not finite")
+    return values
 
 
 def _labels(raw: dict[str, Any], count: int) -> tuple[str, ...]:

@@ -228,9 +228,9 @@ _CAUSAL, _CLASSIFIER, _BY_TOKEN = (
 
 def _family(raw: Json, classifier: bool) -> tuple[str, Family]:
     by_class = {_class_of(family, classifier): name for name, family in FAMILIES.items()}
-    supported = ", ".join(sorted(by_class))
     if classifier:  # a head of the same name, which transformers reads at every token
         by_class |= {name.replace(_CLASSIFIER, _BY_TOKEN): by_class[name] for name in by_class}
+    supported = ", ".join(sorted(by_class))
     classes = raw.get("architectures") or []
     if classes and classes[0] not in by_class:
         hint = ""
