@@ -4,8 +4,8 @@ An answer, without markup (dollar signs of LaTeX, ``\text``, ``\boxed``, bold, s
 at its end), is the first of these that it can be:
 
     answer   = [name "="] one               x = 5; the name may be missing on one side;
-                                            (x, y) = (1, 2); f(2) = 7
-             | {expression "="} one         2 + 3 = 5, which is 5 beside what has no "="
+                                            (x, y) = (1, 2); f(2) = 7; R^2 = 0.9
+             | {numbers "="} number         2 + 3 = 5, which is 5 beside what has no "="
              | quantity "(" quantity ")"    4 (four)
     one      = date | time | quantity | choice | sequence | range | list | words | expression
     date     = [day of the week] March 5, 2024 | 5 March | 2024-03-05 | 3/5/2024
@@ -19,6 +19,8 @@ at its end), is the first of these that it can be:
     range    = one ("to" | "-") one         10 to 20, the same as [10, 20]
     list     = ones and separators          1, 2 | 3 or 4 | 1; 2 | \pm 3, which is 3, -3
     words    = what has words in it         compared as text, without case, articles, punctuation
+
+``!=`` is ``\ne``, but right behind a number or n, as in n!=24, a factorial and "=".
 
 ``jrl.rewards.compare`` says when two are the same. Numbers are the same within a tolerance, whole
 ones exactly; 50% is 50, 0.5 and 1/2. Units must fit (``units.fits``): one may be missing, two
@@ -135,9 +137,11 @@ _CHOICE = re.compile(
     re.IGNORECASE,
 )
 _NAME = re.compile(
-    r"(\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([\w, +-]+\))?|\([A-Za-z](?:\s?,\s?[A-Za-z])+\))"
-    r"\s?(?:=|\\in(?![a-z])|:=)\s?([^=]+)$"
+    r"(\\?[A-Za-z]+(?:_(?:\w+|\{[\w+-]+\}))?(?:\([a-z]\))?|(?:m\s?)?\\angle\s?[A-Z]+"
+    r"|(?:[fghFGHPEC]|\\?(?:gcd|lcm|max|min|Var))[(\[][\w, +<>^|\\{}-]+[)\]]|[Rs]\^\{?2\}?"
+    r"|\([A-Za-z](?:\s?,\s?[A-Za-z])+\))\s?(?:=|\\in(?![a-z])|:=)\s?([^=]+)$"
 )
+"""x, a_{n+1} or p(x); an angle; f(2) or P(X > 2), but y(x - 2) is a product; R^2; (x, y)."""
 _ORDER = re.compile(r"\s*(\\le(?![a-z])|\\ge(?![a-z])|\\lt|\\gt|<|>)\s*")
 _ITEM = r"-?\$?\d+(?:,\d{3})*(?:\.\d+)?(?:\s?(?:%|(?!to\b|and\b)[a-zA-Z]+))?"
 _PLUS_MINUS = re.compile(r"\\pm(?![a-z])")
@@ -213,7 +217,7 @@ def _compound(text: str, commas: bool, depth: int) -> Answer | None:
         return Choice(letter.upper(), inner(bare(content)) if content else None)
     name = _NAME.match(text)
     if name and not _ORDER.search(name.group(2)):
-        return Named(plain_words(name.group(1)), inner(bare(name.group(2))))
+        return Named(plain_name(name.group(1)), inner(bare(name.group(2))))
     sequence = _sequence(text, depth)
     if sequence is not None:
         return sequence
@@ -230,6 +234,11 @@ def _compound(text: str, commas: bool, depth: int) -> Answer | None:
     if len(_PLUS_MINUS.findall(text)) == 1:
         return Items("", tuple(inner(bare(_PLUS_MINUS.sub(sign, text))) for sign in "+-"))
     return _twice(text)
+
+
+def plain_name(text: str) -> str:
+    """A name without case, spaces and braces: a_1 for a_{1}."""
+    return re.sub("[{}]", "", plain_words(text))
 
 
 def _twice(text: str) -> Quantity | None:

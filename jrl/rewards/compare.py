@@ -17,14 +17,22 @@ from jrl.rewards.answers import (
     Measured,
     Named,
     Words,
+    plain_name,
     read,
 )
-from jrl.rewards.markup import MOST_ITEMS, bare, clean
-from jrl.rewards.quantities import Quantity
+from jrl.rewards.markup import LONGEST, MOST_ITEMS, bare, clean
+from jrl.rewards.quantities import Quantity, read_quantity
 from jrl.rewards.units import NO_UNIT, fits
 
 _LAKHS = re.compile(r"\D{0,4}\d{1,2}(?:,\d{2})+,\d{3}(?![\d,])")
 """Digits in the groups of India."""
+
+_SUM = re.compile(r"(.*[\d}])\s?([+-])\s?(.+)")
+_PRODUCT = re.compile(r"(.*[\d}])\s?([*/]|\\times|\\cdot|\\div)\s?(.+)")
+_MULTIPLE = re.compile(r"(?!\w\s?=)-?(?:[\d.]*[a-zA-Z]|\\frac\{[a-zA-Z]\}\{\d+\})\s?=")
+"""Equations that are not solved, such as 2x = 12: 12 is no value of x."""
+_UNSOLVED = re.compile(rf"{_MULTIPLE.pattern}|[xyz](?:\s?[+-]\s?[xyz])+\s?=[^=]+$")
+"""An expected x + y = 5 is a line; a + b = 5 and AB + CD = 5 are sums that were asked for."""
 
 Checker = Callable[[str, str], bool]
 """(expected, answer), two expressions -> whether they are equal."""
@@ -47,10 +55,11 @@ def same(answer: str, expected: str, tolerance: float = 1e-6, check: Checker | N
         return True
     if not left or not right:
         return False
+    for text, other, unsolved in ((left, right, _MULTIPLE), (right, left, _UNSOLVED)):
+        if "=" not in other and unsolved.match(text):
+            return False
     comparison = _Comparison(tolerance, check)
     a, b = _last_member(left, right), _last_member(right, left)
-    if _is_formula(right) and "=" not in left:  # the value of one of its sides
-        return False
     if comparison(a, b):
         return True
     if check is not None and (
@@ -73,19 +82,34 @@ def same(answer: str, expected: str, tolerance: float = 1e-6, check: Checker | N
 
 
 def _last_member(text: str, other: str) -> Answer:
-    """What a text says; of 2 + 3 = 5 beside what has no "=", the 5."""
-    answer = read(text)
-    if not isinstance(answer, Expression) or "=" in other or re.search(r"[<>]|\\[lgn]e", text):
-        return answer
-    return read(bare(text.rpartition("=")[2])) if "=" in text else answer
+    """What a text says; beside what has no "=", 5 for 2 + 3 = 5, and nothing for 1 + 1 = 5."""
+    if "=" in text and "=" not in other and len(text) <= LONGEST:
+        *_, before, last = text.split("=")
+        first, second = _value(before), _value(last)
+        if first is not None and second is not None:
+            if first == second:
+                return read(bare(last))
+            if first.denominator == second.denominator == 1:  # 2/3 = 0.67 is rounded
+                return Words(text)
+    return read(text)
 
 
-def _is_formula(text: str) -> bool:
-    """Whether a text is an equation of which a side has names and operators: x + y = 5."""
-    first = text.partition("=")[0] if "=" in text else ""
-    # in f(-1) = 3 and a_{n+1} = 2 they are parts of a name
-    first = re.sub(r"\\[a-zA-Z]+|\b[fghPE]\([^()]*\)|_\{[^{}]*\}", "", first)
-    return bool(re.search(r"[A-Za-z]", first) and re.search(r"[+*/^-]", first))
+def _value(text: str) -> Fraction | None:
+    """Of sums and products of numbers without units and brackets; None for anything else."""
+    text = re.sub(r"\\?\$", "", text).strip()
+    number = read_quantity(text)
+    if number is not None:
+        return number.value if number.unit == NO_UNIT and not number.percent else None
+    operation = _SUM.fullmatch(text) or _PRODUCT.fullmatch(text)
+    first, second = map(_value, operation.group(1, 3)) if operation else (None, None)
+    if operation is None or first is None or second is None:
+        return None
+    sign = operation.group(2)
+    if sign in "+-":
+        return first + second if sign == "+" else first - second
+    if sign in ("/", r"\div"):
+        return first / second if second else None
+    return first * second
 
 
 def _is_equation(answer: Answer, text: str) -> bool:
@@ -134,7 +158,21 @@ class _Comparison:
     def _named(self, a: Answer, b: Answer) -> bool:
         if isinstance(a, Named) and isinstance(b, Named):
             return a.name == b.name and self(a.value, b.value)
-        return self(*(x.value if isinstance(x, Named) else x for x in (a, b)))
+        named, other = (a, b) if isinstance(a, Named) else (b, a)
+        assert isinstance(named, Named)
+        first, sign, _ = (
+            other.text.partition("=") if isinstance(other, Expression) else ("", "", "")
+        )
+        if sign and plain_name(first) != named.name:
+            return False
+        if named.name[0] == "(" and isinstance(other, Items):
+            # (x, y) = (1, 2) beside y = 2, x = 1
+            values = {x.name: x.value for x in other.items if isinstance(x, Named)}
+            if values:
+                if len(values) != len(other.items) or set(values) != set(named.name[1:-1]):
+                    return False
+                other = Items("()", tuple(values[name] for name in named.name[1:-1]))
+        return self(named.value, other) if named is a else self(other, named.value)
 
     def _choice(self, a: Answer, b: Answer) -> bool:
         if isinstance(a, Choice) and isinstance(b, Choice):
@@ -235,9 +273,10 @@ class _Comparison:
 
 
 def _unspaced(text: str) -> str:
-    """An expression without spaces and braces that say nothing: those of "1 2" do."""
+    """An expression without spaces that say nothing, and with the same braces: x^2 is x^{2}."""
     text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text.casefold())
-    return re.sub(r"\{(\w)\}(?!\d)|(?<=[\^_])\{(\d+)\}(?!\d)", r"\1\2", text)
+    text = re.sub(r"(?<![\^_])\{([a-z])\}", r"\1", text)
+    return re.sub(r"(?<=[\^_])(\d+|[a-z])", r"{\1}", text)
 
 
 def _mathematics(answer: Expression | Quantity) -> str | None:

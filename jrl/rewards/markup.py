@@ -53,6 +53,8 @@ _MARKS = [
     ("[\u00b7\u22c5]", r"\\cdot "),
     ("\u2264|\\\\leq(?![a-z])|\\\\leqslant|<=", r"\\le "),
     ("\u2265|\\\\geq(?![a-z])|\\\\geqslant|>=", r"\\ge "),
+    (r"(?<![\w+*/^!-])(\d+|n)!=", r"\1! ="),  # factorials: n!=24 is one, x!=24 is not
+    (r"!=|=/=|\\not\s?=|\\neq(?![a-z])|\u2260", r"\\ne "),
     ("\u221e", r"\\infty "),
     ("\u03c0", r"\\pi "),
     ("\u222a", r"\\cup "),
@@ -66,7 +68,7 @@ _MARKS = [
     (r"(?<![a-zA-Z\\])infinity(?![a-zA-Z])", r"\\infty "),
     (r"(?<![a-zA-Z\\])pi(?![a-zA-Z])", r"\\pi "),
     (r"\\?(?<![a-zA-Z])sqrt\s?\(([^()]*)\)", r"\\sqrt{\1}"),
-    (rf"\\sqrt\s?(\[\w+\])?\s?({_TOKEN})(?!\.?\d|[a-zA-Z])", r"\\sqrt\1{\2}"),
+    (rf"\\sqrt\s?(\[\w+\])?\s?({_TOKEN})(?!\.?\d)", r"\\sqrt\1{\2}"),
     (rf"\\frac\s?({_TOKEN})\s?({_TOKEN})", r"\\frac{\1}{\2}"),
     (rf"\\frac\s?({_TOKEN})\s?\{{", r"\\frac{\1}{"),
     (rf"\\frac\s?(\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}})\s?({_TOKEN})", r"\\frac\1{\2}"),
