@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import gc
 import importlib.metadata
+import importlib.util
 import os
 import pathlib
 import platform
@@ -43,6 +44,12 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CHECKOUT / ".cache" / "ja
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 # Nobody reads where each operation of a program came from, and to write it takes time.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+if importlib.util.find_spec("hypothesis") is not None:  # environments of one extra have none
+    from hypothesis import settings
+
+    # A law that is slow once, on busy cores, is no failure.
+    settings.register_profile("untimed", settings.default, deadline=None)
+    settings.load_profile("untimed")
 # Tracing makes millions of small objects. Python would look through all of them every 700, which
 # takes an eighth of the processor time of tests that train.
 gc.set_threshold(10_000, 20, 50)
