@@ -50,7 +50,6 @@ from jrl.setup.kinds import (
     TextKind,
 )
 from jrl.setup.recorded import RECORDED_REWARD
-from jrl.setup.reward_parts import parts_by_step
 from jrl.setup.run import Run, question_prompts
 from jrl.system.signals import Stopping
 from jrl.train import programs
@@ -71,7 +70,7 @@ def run_source(run: Run, pool: RewardPool | None, split: str = "train") -> Sourc
         judged = pool is not None and not run.kind.eval_parts
         return judged_parts(run, source, pool, split) if judged else source
     source = sources_of(run).train(run, pool)
-    if isinstance(source, TreeSearch):  # it goes by all parts
+    if isinstance(source, TreeSearch):  # it searches a source that has all parts
         return source
     return judged_parts(run, source, pool)
 
@@ -178,7 +177,7 @@ def text_source(run: Run, pool: RewardPool | None, program: Any = None) -> Sourc
     if draw.search is not None:
         return search_source(run, draw.search, undrawn_text(run, pool, seed))
     program = programs.train_sampler(run) if program is None else program
-    by_line = "lines" in run.method.needs or bool(parts_by_step(config))
+    by_line = "step" in run.kind.labels(run.method).ids
     return TextSource(
         all_prompts=run.data.prompts["train"],
         width=run.width,

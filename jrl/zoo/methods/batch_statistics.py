@@ -220,7 +220,7 @@ def scale_rl(
 def one_of_each(eligible: Array, tie_breaker: Array) -> Array:
     """[N, G] bool: one eligible member of each group, the one with the least tie-breaker.
 
-    All False for a group in which nobody is eligible.
+    All False for a group without an eligible member.
 
     >>> one_of_each(jnp.array([[True, True, False]]), jnp.array([[5, 2, 1]])).tolist()
     [[False, True, False]]

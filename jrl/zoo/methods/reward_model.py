@@ -405,7 +405,7 @@ def meds3(base: Method) -> Method:
     which is the loss of ``prm`` with soft labels: "step_values" of the rows that
     ``episodes.tree_rows.rows_of_tree`` makes. At inference the best of N completions is taken by
     the model. Departures: V is the value head's number, where the paper's head has two classes,
-    whose difference it is; ``jrl eval --search puct --out`` goes by ``episodes.tree.puct`` and the
+    whose difference it is; ``jrl eval --search puct --out`` uses ``episodes.tree.puct`` and the
     policy's likelihood, in Python ``episodes.search.play_search`` takes the paper's selection.
     """
     return base
