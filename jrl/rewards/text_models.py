@@ -114,8 +114,10 @@ class TextModel(NamedTuple):
         values: Sequence[Sequence[Points]],
     ) -> list[Returned]:
         """Numbers for each sample's tokens; None without a step, or where one was not read."""
-        known = [bool(each) and None not in each for each in values]
-        paid = [np.array(each if ok else [], float) for each, ok in zip(values, known, strict=True)]
+        complete = [bool(each) and None not in each for each in values]
+        paid = [
+            np.array(each if ok else [], float) for each, ok in zip(values, complete, strict=True)
+        ]
         if self.by_group:  # the change; the mean first value stands for that of the prompt
             before = np.mean([each[0] for each in paid if len(each)] or [0.0])
             paid = [np.diff(each, prepend=before) if len(each) else each for each in paid]
@@ -123,7 +125,7 @@ class TextModel(NamedTuple):
             sample.by_token([(*at, x) for at, x in zip(pieces, each.tolist(), strict=True)])
             if ok
             else None
-            for sample, pieces, each, ok in zip(unit, steps, paid, known, strict=True)
+            for sample, pieces, each, ok in zip(unit, steps, paid, complete, strict=True)
         ]
 
     def begin(self, sample: Sample) -> None:
