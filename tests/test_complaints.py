@@ -88,7 +88,7 @@ ROWS = {
         "test_processes_share_work_and_a_lost_one_ends_the_other_within_a_bounded_time",
         "rewards/test_hostile.py::test_a_process_that_is_stopped_is_ended_at_its_time_limit",
         "data/test_answers.py::test_a_catastrophic_pattern_is_ended_and_named",
-        "models/test_chat_template.py::test_time_is_bounded",
+        "models/test_chat_template.py::test_time_and_memory_are_bounded",
         "serving/test_http.py::test_an_upload_that_stops_halfway_is_ended",
     ),
     8: (

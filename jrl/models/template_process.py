@@ -1,15 +1,16 @@
-"""A process of its own for chat templates that might make much of little.
+"""The process of its own in which chat templates are rendered.
 
 A list in a list in a list, a method of bytes, the digits of a number: a single step of Python's may
 need more memory than the machine has, and no look at a clock comes between. Which steps do is a
-list without end, so templates of unusual forms are rendered here, where the system itself keeps
-the limits. The process starts with the first such conversation and serves all that follow.
+list without end, so the system itself keeps the limits. The process starts with the first
+conversation and serves all that follow.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import pickle
 import select
@@ -27,14 +28,14 @@ from jrl.errors import UserError
 MOST_MEMORY = 1 << 30
 """Bytes of addresses; an interpreter with Jinja takes a tenth of it."""
 
-_GRACE_SECONDS = 2.0
-"""After the template's own limit, which the process keeps itself where it can."""
+MOST_BYTES = 10_000_000
+"""Of a conversation, before and after it is rendered; the longest contexts hold fewer."""
 
 _START_SECONDS = 60.0
-_SIZE = struct.Struct("<?Q")  # whether it is a text or an error, bytes that follow
+_HEAD = struct.Struct("<??Q")  # whether it is a text or an error, read the clock; bytes that follow
 
 _PROGRAM = (
-    "from jrl.models import chat_template, template_process;"
+    "import jinja2.sandbox; from jrl.models import chat_template, template_process;"
     " template_process.serve(chat_template.render_here)"
 )
 
@@ -44,8 +45,10 @@ _owner = 0
 """The process id of who started it: a fork may not use its parent's."""
 
 
-def render_apart(template: str, variables: Mapping[str, Any], source: str, seconds: float) -> str:
-    """``chat_template.render`` in another process, within ``MOST_MEMORY``.
+def render_apart(
+    template: str, variables: Mapping[str, Any], source: str, seconds: float
+) -> tuple[str, bool]:
+    """``chat_template.render_here`` in another process, within ``MOST_MEMORY``.
 
     Args:
       template: Jinja.
@@ -54,23 +57,28 @@ def render_apart(template: str, variables: Mapping[str, Any], source: str, secon
       seconds: limit of time.
 
     Raises:
-      UserError: what ``render`` raises; or it ran out of memory or time in a single step.
+      UserError: what ``render_here`` raises; or it ran out of memory or time in a single step.
     """
     says = f"the chat template of {source} says: "
     try:
-        request = pickle.dumps((template, dict(variables), source, seconds))
+        request = pickle.dumps((template, dict(variables), source))
     except Exception as error:  # whatever a value's own methods raise
         reason = f"{type(error).__name__}: {str(error)[:200]}"
         raise UserError(f"{says}a value cannot be sent to it: {reason}") from None
+    if len(request) > MOST_BYTES:
+        raise UserError(
+            f"the messages hold more than {MOST_BYTES} bytes, the most that a conversation may"
+            " have; shorten them, or leave the row out"
+        )
     with _lock:
         try:
             process = _started()
             assert process.stdin is not None
             assert process.stdout is not None
-            process.stdin.write(struct.pack("<Q", len(request)) + request)
+            process.stdin.write(struct.pack("<dQ", seconds, len(request)) + request)
             process.stdin.flush()
-            end = time.monotonic() + seconds + _GRACE_SECONDS
-            good, size = _SIZE.unpack(_read(process.stdout, _SIZE.size, end))
+            end = time.monotonic() + seconds
+            good, clock, size = _HEAD.unpack(_read(process.stdout, _HEAD.size, end))
             text = _read(process.stdout, size, end).decode()
         except TimeoutError:
             _end()
@@ -79,12 +87,12 @@ def render_apart(template: str, variables: Mapping[str, Any], source: str, secon
         except (EOFError, OSError):
             _end()
             raise UserError(f"{says}it ended the process that renders it") from None
-        except BaseException:  # an interrupt: what was asked for would answer the next
+        except BaseException:  # an interrupt: the answer would be taken for the next one's
             _end()
             raise
     if not good:
         raise UserError(text)
-    return text
+    return text, clock
 
 
 def _started() -> subprocess.Popen[bytes]:
@@ -141,7 +149,7 @@ def _read(stream: BinaryIO | Any, size: int, end: float) -> bytes:
     return bytes(data)
 
 
-def serve(render: Callable[[str, Mapping[str, Any], str, float], str]) -> None:
+def serve(render: Callable[[str, dict[str, Any], str], tuple[str, bool]]) -> None:
     """Renders the requests on standard input until it ends; the main program of the process."""
     import resource
 
@@ -151,17 +159,18 @@ def serve(render: Callable[[str, Mapping[str, Any], str, float], str]) -> None:
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     answers.write(b"!")
     answers.flush()
-    while head := requests.read(8):
-        template, variables, source, seconds = pickle.loads(
-            requests.read(*struct.unpack("<Q", head))
-        )
+    head = struct.Struct("<dQ")
+    while sizes := requests.read(head.size):
+        seconds, size = head.unpack(sizes)
+        template, variables, source = pickle.loads(requests.read(size))
         # Where the caller is gone, nobody else would end a step without end.
         used = resource.getrusage(resource.RUSAGE_SELF)
-        last = int(used.ru_utime + used.ru_stime + seconds + 2 * _GRACE_SECONDS)
+        last = math.ceil(used.ru_utime + used.ru_stime + 2 * seconds)
         resource.setrlimit(resource.RLIMIT_CPU, (last, resource.RLIM_INFINITY))
         try:
-            good, text = True, render(template, variables, source, seconds).encode()
+            text, clock = render(template, variables, source)
+            good, data = True, text.encode()
         except UserError as error:
-            good, text = False, str(error).encode("utf-8", "replace")
-        answers.write(_SIZE.pack(good, len(text)) + text)
+            good, clock, data = False, False, str(error).encode("utf-8", "replace")
+        answers.write(_HEAD.pack(good, clock, len(data)) + data)
         answers.flush()
