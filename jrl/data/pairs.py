@@ -19,6 +19,22 @@ from jrl.data.sources import Source
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
 from jrl.types import Batch
+from jrl.user_code import load
+
+READINGS = {"goals": "jrl.zoo.methods.goals:GoalRows"}
+"""Need of a method -> (rows of pairs) -> the rows that it is trained on, a ``Source``."""
+
+
+def rows_for(needs: frozenset[str], rows: Source) -> Source:
+    """Rows of pairs as a method reads them.
+
+    Args:
+      needs: the method's, of which those in ``READINGS`` say how.
+      rows: as they are in the file.
+    """
+    for need in sorted(needs & READINGS.keys()):
+        rows = load(READINGS[need], "method")(rows)
+    return rows
 
 
 class Judged(NamedTuple):

@@ -31,9 +31,8 @@ from jrl.config.data import (
 )
 from jrl.config.secrets import reveal
 from jrl.data.fields import needs_answer
-from jrl.data.goals import GoalRows
 from jrl.data.messages import Wording
-from jrl.data.pairs import Judged, JudgedCounts, build_judged
+from jrl.data.pairs import Judged, JudgedCounts, build_judged, rows_for
 from jrl.data.prompts import PromptCounts, build_prompts
 from jrl.data.tables import Source as Rows
 from jrl.data.tasks import Task, get_task
@@ -459,8 +458,8 @@ class PairKind(GivenKind):
     def read(self, tokenizer: Any, method: Method, opened: Opened) -> RunData:
         """Training and held-out judged completions, tokenized.
 
-        A method that needs "goals" makes each pair with scores two whose prompts name a score; one
-        that needs "rationales" reads one in each row of training.
+        What a method needs may say how rows are read (``data.pairs.rows_for``); one that needs
+        "rationales" reads one in each row of training.
         """
         data: Any = self.config.data
         judged: dict[str, list[Judged]] = {}
@@ -469,7 +468,7 @@ class PairKind(GivenKind):
             if spec is not None:
                 rows = opened(spec, key=f"data.{split}")
                 judged[split], counts[split] = build_judged(
-                    GoalRows(rows) if "goals" in method.needs else rows,
+                    rows_for(method.needs, rows),
                     Wording(tokenizer, **data.wording),
                     rationales="rationales" in method.needs and split == "pairs",
                     max_prompt_tokens=self.longest_prompt,

@@ -16,6 +16,7 @@ MOVED = {
     "compile_notes": "system.compile_reports",
     "compiles": "system.compile_cache",
     "config.unions": "config.data, config.tree and config.optimizer",
+    "data.goals": "zoo.methods.goals",
     "data.hops": "zoo.tools.hops",
     "devices": "system.devices",
     "directories": "system.directories",

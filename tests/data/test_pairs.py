@@ -9,7 +9,6 @@ import pyarrow.parquet
 import pytest
 
 from jrl.config import load_config
-from jrl.data.goals import GoalRows
 from jrl.data.messages import Wording
 from jrl.data.pairs import build_judged, judged_batch, pairs_of_samples
 from jrl.data.sources import MemoryRows, open_source
@@ -354,28 +353,6 @@ def test_a_prompt_of_token_ids_may_hold_the_beginning_of_a_completion():
     assert len(one.prompt) == 3
     with pytest.raises(UserError, match="4 tokens and data.max_prompt_tokens with what .* is 3"):
         read(row | {"prompt": [5, 6, 7, 8]}, **limits)
-
-
-def test_a_pair_with_scores_is_two_that_aim_at_them():
-    row = {
-        "prompt": "q",
-        "chosen": "1",
-        "rejected": "2",
-        "chosen_score": 9.0,
-        "score_rejected": 4.5,
-    }
-    rows = GoalRows(MemoryRows([row], "line"))
-    up, down = (rows[i] for i in range(len(rows)))
-    assert "Overall score: 9.\n\nq" in up["prompt"]
-    assert "Overall score: 4.5.\n\nq" in down["prompt"]
-    assert [(x["chosen"], x["rejected"]) for x in (up, down)] == [("1", "2"), ("2", "1")]
-    for more, message in (
-        ({"score_rejected": None}, "line 1: rejected_score = None.*rejected_score or score_rej"),
-        ({"prompt": [Q]}, "line 1: prompt = .*a prompt that is a text"),
-        ({"chosen": None}, "line 1: there is no chosen"),
-    ):
-        with pytest.raises(UserError, match=message):
-            GoalRows(MemoryRows([row | more], "line"))[1]
 
 
 def test_a_rationale_is_a_member_that_reads_both_answers_and_learns_the_rest():

@@ -21,7 +21,6 @@ from preferences import (
     two,
 )
 
-from jrl.data.goals import goal_conditioned
 from jrl.methods import get_method
 from jrl.objectives import combine_terms, compute_advantages, policy_loss, transforms
 from jrl.objectives.comparisons import write
@@ -141,14 +140,6 @@ def test_reward_augmented_dpo_prefers_the_score_nearest_to_the_goal():
         return sum(dpo(w, l, 0.01) for w, l in pairs) / max(len(pairs), 1)
 
     check(get_method("reward_augmented_dpo"), reference, prepare=with_goals)
-
-
-def test_goals_are_worded_as_in_the_released_code():
-    pair = {"prompt": "p", "chosen": "a", "rejected": "b", "chosen_score": 9.0}
-    up, down = goal_conditioned(pair | {"rejected_score": 4.5})
-    assert up["prompt"].endswith("where 1 is lowest and 10 is highest):\nOverall score: 9.\n\np")
-    assert "Overall score: 4.5." in down["prompt"]
-    assert (down["chosen"], down["rejected"]) == ("b", "a")
 
 
 # ---------------------------------------------------------------- TRL

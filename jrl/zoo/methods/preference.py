@@ -216,7 +216,7 @@ def reward_augmented_dpo(base: Method) -> Method:
     answer nearest to the goal is preferred, R(x, g, y) = -(g - r(y))^2; y_w and y_l are in order of
     R. beta is that of the released recipes. Rows of ``data.pairs`` bring both scores
     (``chosen_score`` and ``rejected_score``), and are doubled as they are read, with the wording of
-    the released code; see ``data.goals``. Alternatively the environment records ``ids["goal"]`` [N]
+    the released code; see ``goals``. Alternatively the environment records ``ids["goal"]`` [N]
     and the scores are turned into R here. At inference the prompt names the greatest score.
     """
     return base.before(nearest_to_goal()).with_(needs=base.needs | {"goals"})
