@@ -49,12 +49,12 @@ GIB = 1 << 30
 def plan(name: str, program: str) -> dict[str, Any]:
     """One program of a configuration, and the resharding before a sampler."""
     from jrl.config import load_config
-    from jrl.plan.compile import quick_plan
+    from jrl.plan.make import make_plan
     from jrl.plan.text import as_json
     from jrl.plan.topology import parse_topology
 
     config = load_config(CONFIGS / f"{name}.toml")
-    estimate = quick_plan(config, parse_topology(SLICES[name]), placement=program)
+    estimate = make_plan(config, parse_topology(SLICES[name]), "few layers", placement=program)
     fields = as_json(estimate)
     facts = ("mesh", "sampling_mesh", "parameters", "tokens_per_step", "chips", "chip")
     row = {key: fields[key] for key in facts} | {"in_8_bits": list(config.sampling.in_8_bits)}

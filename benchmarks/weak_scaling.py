@@ -31,7 +31,7 @@ PROMPTS_PER_CHIP, MOST_SHARDS, TENSOR = 4, 16, 4
 def measure(shape: str) -> dict[str, Any]:
     """One row: the plan for one slice."""
     from jrl.config import load_config
-    from jrl.plan.compile import quick_plan
+    from jrl.plan.make import make_plan
     from jrl.plan.topology import parse_topology
 
     topology = parse_topology(f"v5p:{shape}")
@@ -43,7 +43,7 @@ def measure(shape: str) -> dict[str, Any]:
         f"train.microbatches={PROMPTS_PER_CHIP}",
         f"sampling.mesh={{data={topology.chips // TENSOR},tensor={TENSOR}}}",
     ]
-    plan = quick_plan(load_config(CONFIG, changes), topology)
+    plan = make_plan(load_config(CONFIG, changes), topology, "few layers")
     row: dict[str, Any] = {"topology": topology.name, "chips": topology.chips, "fits": plan.fits}
     for name, program in plan.programs.items():
         row[name] = {

@@ -42,11 +42,11 @@ def ask(function: str, *args: Any) -> Any:
 def planned(tree: dict[str, Any], topology: str, effort: float = 0.0) -> dict[str, Any]:
     """The plan of a configuration, as ``jrl plan`` prints it in JSON and as text."""
     from jrl.config import build_config
-    from jrl.plan import compile as plan
+    from jrl.plan.make import make_plan
     from jrl.plan.text import as_json, as_text
     from jrl.plan.topology import parse_topology
 
-    result = plan.make_plan(build_config(tree), parse_topology(topology), effort=effort)
+    result = make_plan(build_config(tree), parse_topology(topology), effort=effort)
     return as_json(result) | {"text": as_text(result), "numbers": result.parameters}
 
 
@@ -59,7 +59,9 @@ def resharded(tree: dict[str, Any], topology: str, effort: float) -> dict[str, A
 
     slices = parse_topology(topology)
     run = plan.abstract_run_on(build_config(tree), slices)
-    programs = plan._programs(run, slices, ("resharding",), "sampler", effort, lambda line: None)
+    programs = plan.compiled_programs(
+        run, slices, ("resharding",), "sampler", effort, lambda line: None
+    )
     return as_json(plan.judged(run, slices, programs))["programs"]["resharding"]
 
 
@@ -67,11 +69,12 @@ def pod(path: str, topology: str, effort: float) -> dict[str, Any]:
     """The memory of a configuration file's programs, from ones with few layers."""
     from jrl.config import load_config
     from jrl.plan import compile as plan
+    from jrl.plan.make import make_plan
     from jrl.plan.text import as_json, as_text
     from jrl.plan.topology import parse_topology
 
-    slices = parse_topology(topology)
-    result = plan.quick_plan(load_config(path), slices, effort=effort, timed=False)
+    plan.FAST_BYTES = 1 << 62  # the fewest layers compile soonest, and their memory is right
+    result = make_plan(load_config(path), parse_topology(topology), "few layers", effort=effort)
     return as_json(result) | {"text": as_text(result)}
 
 
@@ -224,13 +227,13 @@ def refusals(trees: list[dict[str, Any]], topologies: list[str]) -> list[str]:
     """Error messages of configurations that cannot be planned for, "" for others."""
     from jrl.config import build_config
     from jrl.errors import UserError
-    from jrl.plan import compile as plan
+    from jrl.plan.make import make_plan
     from jrl.plan.topology import parse_topology
 
     messages = []
     for tree, topology in zip(trees, topologies, strict=True):
         try:
-            plan.make_plan(build_config(tree), parse_topology(topology))
+            make_plan(build_config(tree), parse_topology(topology))
             messages.append("")
         except UserError as error:
             messages.append(str(error))

@@ -194,9 +194,7 @@ def plan(
     """
     settings = read(config, overrides)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # compilers of others only compile
-    from jrl.plan.compile import make_plan, quick_plan
-    from jrl.plan.count import counted_plan
-    from jrl.plan.disjoint import plan_disjoint
+    from jrl.plan.make import make_plan
     from jrl.plan.search import search as search_plans
     from jrl.plan.text import as_json as plan_json
     from jrl.plan.text import as_text, search_text
@@ -214,11 +212,8 @@ def plan(
         typer.echo(json.dumps(results, indent=2) if as_json else search_text(results))
     else:
         options: dict[str, Any] = {} if effort is None else {"effort": effort}
-        planner = counted_plan if quick else quick_plan if few_layers else make_plan
-        if settings.placement is not None:
-            planned = plan_disjoint(settings, slices, planner, echo=echo, **options)
-        else:
-            planned = planner(settings, slices, echo=echo, **options)
+        by = "counting" if quick else "few layers" if few_layers else "compiling"
+        planned = make_plan(settings, slices, by, echo=echo, **options)
         fits = planned.fits
         typer.echo(json.dumps(plan_json(planned), indent=2) if as_json else as_text(planned))
     if not fits:

@@ -6,9 +6,9 @@
 - ``kernels``: launches in the loops of a program compiled for a GPU, and returns to the host
 - ``memory``: bytes on a chip, and what would make a program fit
 - ``records``, ``roofline``: what a plan holds, and times from costs
-- ``compile``: the plan of a run
-- ``count``: a plan from counting alone, within seconds
-- ``disjoint``: plans with devices of their own for rollout and training
+- ``compile``: a run's programs, compiled
+- ``count``: the same from counting alone, within seconds
+- ``make``: the plan of a run, on the same devices or with devices of their own for rollout
 - ``search``: candidates for mesh, remat, microbatches and placement, ranked
 - ``text``: a plan as text and JSON
 """
@@ -18,8 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 HOMES = {
-    "jrl.plan.compile": ("make_plan", "quick_plan"),
-    "jrl.plan.count": ("counted_plan",),
+    "jrl.plan.make": ("make_plan",),
     "jrl.plan.records": ("Plan",),
     "jrl.plan.text": ("as_json", "as_text"),
     "jrl.plan.topology": ("Topology", "parse_topology"),
@@ -27,9 +26,7 @@ HOMES = {
 """Module -> public names."""
 
 if TYPE_CHECKING:
-    from jrl.plan.compile import make_plan as make_plan
-    from jrl.plan.compile import quick_plan as quick_plan
-    from jrl.plan.count import counted_plan as counted_plan
+    from jrl.plan.make import make_plan as make_plan
     from jrl.plan.records import Plan as Plan
     from jrl.plan.text import as_json as as_json
     from jrl.plan.text import as_text as as_text

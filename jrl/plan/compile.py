@@ -90,67 +90,26 @@ def _axes(axes: Mapping[str, int]) -> str:
 # ---------------------------------------------------------------- compiling and judging
 
 
-def make_plan(
-    config: Config,
+def few_layer_programs(
+    run: Run,
     topology: Topology,
-    *,
-    echo: Callable[[str], None] = lambda line: None,
-    placement: str = "colocated",
-    effort: float = 0.0,
-) -> Plan:
-    """Compiles both programs of a run for a topology, and checks whether they fit.
-
-    Args:
-      config: the run's; ``mesh`` must use every chip.
-      topology: the slices.
-      echo: receives lines of progress.
-      placement: "colocated", where the training state stays in memory while sampling, or "sampler"
-        or "train_step" for only that program, on chips of its own.
-      effort: XLA's optimization effort, -1 to 1; a run uses 0. Below 0 programs compile several
-        times faster, but they are others: the temporaries differ (20 % more with JAX 0.10, 5 % less
-        with 0.12), and so do collectives (one of the output matrix's gradient for every part of the
-        vocabulary instead of one for all).
-
-    Raises:
-      UserError: something does not divide over the mesh, or libtpu cannot compile for it.
-    """
-    run = abstract_run_on(config, topology)
-    names = wanted_programs(placement)
-    programs = _programs(run, topology, names, placement, effort, echo)
-    return judged(run, topology, programs)
-
-
-def quick_plan(
-    config: Config,
-    topology: Topology,
-    *,
-    echo: Callable[[str], None] = lambda line: None,
-    placement: str = "colocated",
-    effort: float = 0.0,
-    timed: bool = True,
-) -> Plan:
-    """``make_plan``, but a program with unrolled layers is compiled twice with few layers.
+    names: Sequence[str],
+    placement: str,
+    effort: float,
+    echo: Callable[[str], None],
+) -> dict[str, Program]:
+    """``compiled_programs``, but a program with unrolled layers is compiled twice with few layers.
 
     Unrolled are the sampler, and the training step of a model whose layers are not all alike.
     Bytes, operations and collectives grow linearly with the number of layers, so the two give those
     of the complete model; what XLA does differently in a deep program is missed. Weights that fit
     the chip's fast memory stay there from token to token, so that both programs have more of them,
     or the complete one has no more.
-
-    Args:
-      config: as for ``make_plan``, and so are the further arguments.
-      topology: the slices.
-      echo: receives lines of progress.
-      placement: of the programs.
-      effort: of XLA.
-      timed: False lets the few layers fit into fast memory. The programs then compile sooner; the
-        memory of a chip is right, and the times are too short.
     """
-    run = abstract_run_on(config, topology)
     config = run.config  # fewer layers would fit with another rematerialisation
     model, sizes = run.shape, config.model.config
     if sizes is None:
-        return make_plan(config, topology, echo=echo, placement=placement, effort=effort)
+        return compiled_programs(run, topology, names, placement, effort, echo)
     period = int(np.lcm.reduce([len(p) for p in _patterns(model)]))
 
     def of(layers: int) -> Run:
@@ -159,32 +118,23 @@ def quick_plan(
 
     low, deep = 2 * period, prepared_size(run)
     each = (deep - prepared_size(of(low))) / max(model.layers - low, 1)
-    if timed and each * model.layers > FAST_BYTES and topology.chip.platform == "tpu":
+    if each * model.layers > FAST_BYTES and topology.chip.platform == "tpu":
         low *= math.ceil(FAST_BYTES / (each * low))
     high = low + 2 * period
     if low + high > model.layers:  # two programs of so many layers take longer than the one
-        return make_plan(config, topology, echo=echo, placement=placement, effort=effort)
-    names = wanted_programs(placement)
+        return compiled_programs(run, topology, names, placement, effort, echo)
     unrolled = PROGRAMS if len(set(model.sparse)) > 1 else ("resharding", "sampler")
     complete = [name for name in names if name not in unrolled]
     rest = [name for name in names if name in unrolled]
-    programs = _programs(run, topology, complete, placement, effort, echo)
+    programs = compiled_programs(run, topology, complete, placement, effort, echo)
     few = []
     for layers in (low, high) if rest else ():
-        few.append(_programs(of(layers), topology, rest, placement, effort, echo))
+        few.append(compiled_programs(of(layers), topology, rest, placement, effort, echo))
     steps = (model.layers - low) / (high - low)
     for name in few[0] if few else ():
         extrapolated = extrapolate(few[0][name], few[1][name], steps, topology)
         programs[name] = extrapolated._replace(layers=(low, high))
-    in_order = {name: programs[name] for name in PROGRAMS if name in programs}
-    return judged(run, topology, in_order)
-
-
-def wanted_programs(placement: str) -> tuple[str, ...]:
-    """The programs to compile; a sampler by itself is given weights that lie as it wants them."""
-    return {"train_step": ("train_step",), "sampler": ("resharding", "sampler")}.get(
-        placement, PROGRAMS
-    )
+    return {name: programs[name] for name in PROGRAMS if name in programs}
 
 
 def extrapolate(low: Program, high: Program, steps: float, topology: Topology) -> Program:
@@ -225,7 +175,7 @@ def abstract_run_on(config: Config, topology: Topology) -> Run:
     return run
 
 
-def _programs(
+def compiled_programs(
     run: Run,
     topology: Topology,
     names: Sequence[str],
@@ -233,7 +183,19 @@ def _programs(
     effort: float,
     echo: Callable[[str], None],
 ) -> dict[str, Program]:
-    """The run's programs of these names, compiled; one that the run lacks is left out."""
+    """The run's programs of these names, compiled; one that the run lacks is left out.
+
+    Args:
+      run: abstract, on a mesh of the topology's devices.
+      topology: the slices.
+      names: of ``PROGRAMS``.
+      placement: see ``make.make_plan``.
+      effort: XLA's optimization effort, -1 to 1; a run uses 0. Below 0 programs compile several
+        times faster, but they are others: the temporaries differ (20 % more with JAX 0.10, 5 % less
+        with 0.12), and so do collectives (one of the output matrix's gradient for every part of the
+        vocabulary instead of one for all).
+      echo: receives lines of progress.
+    """
     held_bytes = state_bytes(run)
     programs: dict[str, Program] = {}
     weights: Any = None
@@ -266,7 +228,7 @@ def resident_bytes(
       state: of training.
       models: of judges and reward models, which are where the sampler is.
       name: of the program.
-      placement: as in ``make_plan``.
+      placement: as in ``make.make_plan``.
     """
     if placement == "colocated":
         return {**state, **models}

@@ -7,14 +7,13 @@ and shardings; and whether everything divides over the meshes. What is estimated
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from jrl.collect.resharding import ReshardedSampler
-from jrl.config import Config
-from jrl.plan.compile import abstract_run_on, judged, prepared_size, resident_bytes, wanted_programs
+from jrl.plan.compile import prepared_size, resident_bytes
 from jrl.plan.estimate import Training, resharding_seconds, sampling_times, training_times
 from jrl.plan.memory import MODELS, cache_bytes, further_cache_bytes, judge_model_bytes, state_bytes
-from jrl.plan.records import Plan, Program
+from jrl.plan.records import Program
 from jrl.plan.topology import Topology
 from jrl.plan.useful import floor_seconds, model_flops, sampler_runs
 from jrl.setup.run import Run
@@ -25,35 +24,25 @@ SAMPLER_TEMPORARIES = 2**28
 """Bytes besides weights and cache that a decode step is taken to need on a chip."""
 
 
-def counted_plan(
-    config: Config,
+def counted_programs(
+    run: Run,
     topology: Topology,
-    *,
-    echo: Callable[[str], None] = lambda line: None,
-    placement: str = "colocated",
-    effort: float = 0.0,
-) -> Plan:
-    """The plan of a run without compiling anything; ``Program.counted`` is True.
+    names: Sequence[str],
+    placement: str,
+    effort: float,
+    echo: Callable[[str], None],
+) -> dict[str, Program]:
+    """``compile.compiled_programs`` without compiling anything; ``Program.counted`` is True.
 
     Beside the compiled plans of the eight shipped pod configurations (``benchmarks/pods.json``) its
-    figures are off by what ``configs/README.md`` tells.
-
-    Args:
-      config: the run's; ``mesh`` must use every chip.
-      topology: the slices.
-      echo: receives lines of progress; there are none.
-      placement: as in ``make_plan``.
-      effort: of XLA, which is not asked.
-
-    Raises:
-      UserError: something does not divide over the mesh.
+    figures are off by what ``configs/README.md`` tells. XLA is not asked, and there is no progress
+    to tell.
     """
-    del echo, effort
-    run = abstract_run_on(config, topology)
+    del effort, echo
     state, models = state_bytes(run), judge_model_bytes(run)
     sampler = train_sampler(run)
     programs: dict[str, Program] = {}
-    for name in wanted_programs(placement):
+    for name in names:
         here = resident_bytes(state, models, name, placement)
         if name == "train_step":
             programs[name] = _training(run, topology, here)
@@ -61,7 +50,7 @@ def counted_plan(
             programs[name] = _resharding(run, topology, here)
         elif name == "sampler" and sampler is not None:
             programs[name] = _sampler(run, topology, here)
-    return judged(run, topology, programs)
+    return programs
 
 
 def _training(run: Run, topology: Topology, state: dict[str, float]) -> Program:

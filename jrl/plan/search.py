@@ -24,11 +24,10 @@ from jrl.config.tables import Config, PlacementTable
 from jrl.errors import UserError
 from jrl.models.config import ModelConfig
 from jrl.models.layers import REMAT
-from jrl.plan.compile import quick_plan
-from jrl.plan.disjoint import half, plan_disjoint
 from jrl.plan.estimate import Training, resharding_seconds, sampling_seconds, training_seconds
 from jrl.plan.isolate import EndedError, Isolated
 from jrl.plan.lower import run_model
+from jrl.plan.make import half, make_plan
 from jrl.plan.records import Plan
 from jrl.plan.topology import Topology
 from jrl.setup.gather import slots_on_chip
@@ -366,16 +365,14 @@ class Compiled:
         """
         changed = candidate.applied(self.config)
         if candidate.rollout is not None:
-            planner = plan_disjoint, changed, self.topology, quick_plan
-            return self._made(*planner, effort=self.effort)
+            return self._made(changed)
         training = candidate.mesh, candidate.remat, candidate.microbatches
         sampling = candidate.mesh, candidate.sampler, candidate.slots, candidate.formats
         halves = []
         for placement, key in (("sampler", sampling), ("train_step", training)):
             if key not in self._halves:
-                options: dict[str, Any] = {"placement": placement, "effort": self.effort}
                 try:
-                    self._halves[key] = self._made(quick_plan, changed, self.topology, **options)
+                    self._halves[key] = self._made(changed, placement=placement)
                 except CannotError as error:
                     self._halves[key] = error
             half = self._halves[key]
@@ -384,9 +381,10 @@ class Compiled:
             halves.append(half)
         return together(*halves)
 
-    def _made(self, function: Callable[..., Plan], *args: Any, **options: Any) -> Plan:
+    def _made(self, config: Config, **options: Any) -> Plan:
+        options |= {"by": "few layers", "effort": self.effort}
         try:
-            return self.isolated(function, *args, **options)
+            return self.isolated(make_plan, config, self.topology, **options)
         except EndedError:
             raise CannotError("XLA ended the process") from None
         except UserError as error:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from jrl.cli.app import app
 from jrl.config import build_config, load_config
 from jrl.errors import UserError
-from jrl.plan import as_text, counted_plan, parse_topology
+from jrl.plan import as_text, make_plan, parse_topology
 from jrl.plan import compile as plan
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -27,7 +27,7 @@ def pod(name, *overrides):
 @pytest.mark.parametrize("name", PODS)
 def test_every_pod_file_names_a_slice_that_it_fits_and_is_counted_near_its_plan(name, monkeypatch):
     monkeypatch.setattr(plan, "_compiled", None)  # nothing is compiled
-    counted, compiled = counted_plan(*pod(name)), COMPILED[name]
+    counted, compiled = make_plan(*pod(name), "counting"), COMPILED[name]
     assert counted.fits
     for program, figures in counted.programs.items():
         parts = compiled[program]["bytes_by_part"]
@@ -47,7 +47,7 @@ def test_every_pod_file_names_a_slice_that_it_fits_and_is_counted_near_its_plan(
 def test_a_mesh_for_another_slice_names_the_option():
     config, _ = pod("pod_8b_v6e")
     with pytest.raises(UserError, match=r"fsdp 64.*64 chips.*v5e:4x4 has 16.*--topology v5e:8x8"):
-        counted_plan(config, parse_topology("v5e:4x4"))
+        make_plan(config, parse_topology("v5e:4x4"), "counting")
 
 
 @needs_libtpu
@@ -68,8 +68,10 @@ def test_judges_and_reward_models_stay_on_every_chip(tmp_path, monkeypatch):
     tables |= {"model": {"config": model | {"max_length": 256}, "dtype": "bfloat16"}}
     tables |= {"data": {"max_prompt_tokens": 16}, "sampling": {"max_new_tokens": 16}}
     topology = parse_topology("v5e:2x2")
-    without = counted_plan(build_config(tables), topology)
-    counted = counted_plan(build_config(tables | {"rewards": {"math": {}, **parts}}), topology)
+    without = make_plan(build_config(tables), topology, "counting")
+    counted = make_plan(
+        build_config(tables | {"rewards": {"math": {}, **parts}}), topology, "counting"
+    )
     sizes_by_program = [
         counted.programs[name].bytes_per_chip for name in ("sampler", "train_step", "judge")
     ]
@@ -85,7 +87,9 @@ def test_judges_and_reward_models_stay_on_every_chip(tmp_path, monkeypatch):
     assert counted.step_seconds == without.step_seconds
     assert "while judges and likelihoods are asked: " in as_text(counted)
     monkeypatch.setattr(plan, "judge_working_bytes", lambda run: 1e11)
-    small = counted_plan(build_config(tables | {"rewards": {"math": {}, **parts}}), topology)
+    small = make_plan(
+        build_config(tables | {"rewards": {"math": {}, **parts}}), topology, "counting"
+    )
     assert not small.programs["judge"].fits
     assert any("lower at_once" in line for line in small.remedies)
 
@@ -101,7 +105,9 @@ def test_parts_that_are_sampled_in_turn_further_groups_and_likelihoods_are_count
     tables |= {"sampling": {"max_new_tokens": 16, "group": 2}, "rewards": {"math": {}}}
 
     def counted(**more):
-        return counted_plan(build_config(tables | more), parse_topology("v5e:2x2")).programs
+        return make_plan(
+            build_config(tables | more), parse_topology("v5e:2x2"), "counting"
+        ).programs
 
     plain = counted()
     cache = plain["sampler"].bytes_per_chip["cache"]

@@ -16,7 +16,7 @@ from tpu_programs import ask
 
 from jrl.config import load_config
 from jrl.plan.compile import abstract_run_on
-from jrl.plan.count import counted_plan
+from jrl.plan.make import make_plan
 from jrl.plan.topology import CHIPS, parse_topology
 from jrl.setup.gather import MEMORY
 
@@ -196,4 +196,4 @@ def test_shipped_configurations_divide_and_fit_as_counted(path):
     config = load_config(path)
     topology = parse_topology(config.plan.topology)
     assert abstract_run_on(config, topology).mesh.devices.flat[0].platform == "gpu"
-    assert counted_plan(config, topology).fits
+    assert make_plan(config, topology, "counting").fits

@@ -23,10 +23,10 @@ from jrl.mesh import make_mesh
 from jrl.models.transformer import count_params
 from jrl.plan import compile as plan
 from jrl.plan import lower
+from jrl.plan import make as plan_make
 from jrl.plan import memory as plan_memory
 from jrl.plan import search as plan_search
 from jrl.plan.costs import Collective, Cost
-from jrl.plan.disjoint import plan_disjoint
 from jrl.plan.estimate import ring_bandwidth, sampling_seconds
 from jrl.plan.isolate import EndedError, Isolated
 from jrl.plan.records import Plan, Program
@@ -363,9 +363,11 @@ def test_a_deep_program_is_extrapolated_from_few_layers(monkeypatch):
 
     def quick(**model):
         compiled.clear()
-        return plan.quick_plan(tiny(model=TINY | model), parse_topology("v5e:2x2"))
+        return plan_make.make_plan(
+            tiny(model=TINY | model), parse_topology("v5e:2x2"), "few layers"
+        )
 
-    monkeypatch.setattr(plan, "_programs", shallow)
+    monkeypatch.setattr(plan, "compiled_programs", shallow)
     mesh = make_mesh({"fsdp": 4}, jax.devices()[:4])
     monkeypatch.setattr(plan, "plan_mesh", lambda config, topology: mesh)
     deep_plan = quick(layers=20)
@@ -485,7 +487,7 @@ def inline(monkeypatch):
     monkeypatch.setattr(plan_search, "Isolated", Inline)
 
 
-def pretend_plan(config, topology, *, placement, effort=0.0):
+def pretend_plan(config, topology, by, *, placement, effort, echo):
     """A training step of as many seconds as microbatches, and a rollout of 8; 5 on its own mesh."""
     own_mesh = bool(config.sampling.mesh)
     seconds = {"sampler": 5.0 if own_mesh else 8.0, "train_step": config.train.microbatches}
@@ -506,7 +508,7 @@ def pretend_plan(config, topology, *, placement, effort=0.0):
 def test_the_search_ranks_by_time_with_what_fits_first(monkeypatch, inline):
     """A step takes as long as the slower half and the transfer of the weights."""
     topology = parse_topology("v6e:8x8")
-    monkeypatch.setattr(plan_search, "quick_plan", pretend_plan)
+    monkeypatch.setattr(plan_make, "plan_together", pretend_plan)
     config = load_config(CONFIGS / "pod_8b_v6e.toml")
     (first,) = plan_search.search(config, topology, limit=1)  # as it is
     assert (first["mesh"], first["microbatches"]) == (
@@ -536,7 +538,7 @@ def test_the_search_ranks_by_time_with_what_fits_first(monkeypatch, inline):
     # what is printed can be given as overrides, and is then planned for as it was
     again = load_config(CONFIGS / "pod_8b_v6e.toml", disjoint["changes"].split())
     assert again.sampling.mesh_axes == disjoint["rollout_mesh"] | {"context": 1}
-    same = plan_disjoint(again, topology, pretend_plan, effort=-1.0)
+    same = plan_make.make_plan(again, topology, effort=-1.0)
     assert same.step_seconds == disjoint["step_seconds"]
 
 
@@ -549,7 +551,7 @@ def test_a_candidate_whose_compilation_ends_the_process_is_one_of_the_found(monk
             raise EndedError
         return function(*args, **kwargs)
 
-    monkeypatch.setattr(plan_search, "quick_plan", pretend_plan)
+    monkeypatch.setattr(plan_make, "plan_together", pretend_plan)
     monkeypatch.setattr(Inline, "__call__", abort)
     config = load_config(CONFIGS / "pod_8b_v6e.toml")
     ranked = plan_search.search(config, parse_topology("v6e:8x8"), limit=3)
@@ -600,13 +602,13 @@ def test_collectives_have_the_links_of_the_dimensions_that_they_span():
 
 
 def test_a_rollout_mesh_that_cannot_fit_is_compiled_for_once(monkeypatch, inline):
-    def cannot(config, topology, **options):
-        pretended = pretend_plan(config, topology, **options)
+    def cannot(config, topology, by, **options):
+        pretended = pretend_plan(config, topology, by, **options)
         placement = options["placement"]
         programs = {n: p._replace(fits=n != "sampler") for n, p in pretended.programs.items()}
         return pretended._replace(programs=programs, fits=placement == "train_step")
 
-    monkeypatch.setattr(plan_search, "quick_plan", cannot)
+    monkeypatch.setattr(plan_make, "plan_together", cannot)
     config = load_config(CONFIGS / "pod_8b_v6e.toml")
     ranked = plan_search.search(config, parse_topology("v6e:8x8"), limit=400)
     disjoint_meshes = [str(f["rollout_mesh"]) for f in ranked if f["placement"] == "disjoint"]
@@ -618,15 +620,15 @@ def test_a_rollout_mesh_that_cannot_fit_is_compiled_for_once(monkeypatch, inline
 def test_each_half_is_compiled_once_and_the_time_is_kept(monkeypatch, inline):
     compiled, clock = [], iter(range(0, 10**6, 40))
 
-    def counted(config, topology, *, placement, effort):
+    def counted(config, topology, by, *, placement, effort, echo):
         axes = config.sampling.mesh_axes if placement == "sampler" else {}
         compiled.append((placement, str(config.mesh), str(axes)))
         if placement == "train_step":
             compiled[-1] += (config.model.remat, config.train.microbatches)
         compiled[-1] += (effort,)
-        return pretend_plan(config, topology, placement=placement, effort=effort)
+        return pretend_plan(config, topology, by, placement=placement, effort=effort, echo=echo)
 
-    monkeypatch.setattr(plan_search, "quick_plan", counted)
+    monkeypatch.setattr(plan_make, "plan_together", counted)
     monkeypatch.setattr(plan_search.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(plan_search, "half", lambda topology: None)
     config, lines = load_config(CONFIGS / "pod_8b_v6e.toml"), []
@@ -660,16 +662,17 @@ def test_the_state_stays_in_memory_while_the_sampler_runs_on_its_own_mesh():
     assert not plan_search.together(sampler, large).programs["sampler"].fits
 
 
-def test_disjoint_rollout_and_training_have_half_of_the_slice_each():
+def test_disjoint_rollout_and_training_have_half_of_the_slice_each(monkeypatch):
+    monkeypatch.setattr(plan_make, "plan_together", pretend_plan)
     tables = {"placement": {}, "sampling": {"mesh": {"data": 4}}, "mesh": {"fsdp": 4}}
-    halves = plan_disjoint(tiny(**tables), parse_topology("v5e:2x4"), pretend_plan)
+    halves = plan_make.make_plan(tiny(**tables), parse_topology("v5e:2x4"))
     assert halves.rollout_mesh["data"] == 4
     assert halves.mesh["fsdp"] == 4
     assert "in parallel" in as_text(halves)
     with pytest.raises(UserError, match=r"mesh uses 4 chips.*half of v5e:4x4.*axes 8"):
-        plan_disjoint(tiny(**tables), parse_topology("v5e:4x4"), pretend_plan)
+        plan_make.make_plan(tiny(**tables), parse_topology("v5e:4x4"))
     with pytest.raises(UserError, match="no slice has half its chips"):
-        plan_disjoint(tiny(**tables), parse_topology("v5e:2x2"), pretend_plan)
+        plan_make.make_plan(tiny(**tables), parse_topology("v5e:2x2"))
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("pod_*.toml")), ids=lambda p: p.stem)
@@ -701,7 +704,7 @@ def test_the_command_prints_json_and_fails_when_it_does_not_fit(monkeypatch):
     planned = Plan(
         parse_topology("v5e:2x2"), {"fsdp": 4}, {"train_step": program}, False, ["x"], 5, 6
     )
-    monkeypatch.setattr(plan, "make_plan", lambda *args, **kwargs: planned)
+    monkeypatch.setattr(plan_make, "make_plan", lambda *args, **kwargs: planned)
     done = CliRunner().invoke(
         app, ["plan", str(CONFIGS / "tiny.toml"), "--topology", "v5e:2x2", "--json"]
     )

@@ -15,6 +15,7 @@ from jrl.config import build_config, load_config
 from jrl.mesh import make_mesh
 from jrl.plan import compile as plan
 from jrl.plan.lower import abstract_run
+from jrl.plan.make import make_plan
 from jrl.plan.records import Program
 from jrl.plan.topology import parse_topology
 from jrl.plan.useful import floor_seconds, lengths_of, model_flops
@@ -117,7 +118,7 @@ def test_the_1_7b_step_multiplies_5_14e14_times_a_chip_of_16():
     assert useful / 16 == pytest.approx(3.79e14, rel=1e-3)
 
 
-def test_quick_plans_have_more_weights_than_stay_in_fast_memory(monkeypatch):
+def test_programs_of_few_layers_have_more_weights_than_stay_in_fast_memory(monkeypatch):
     """Of 8B over 8 chips a layer has 48 MB: of two layers XLA would keep most on the chip."""
     layers_compiled = []
 
@@ -126,7 +127,7 @@ def test_quick_plans_have_more_weights_than_stay_in_fast_memory(monkeypatch):
         none = Program({"total": 1.0}, True, *[1.0, 1.0, {}, 1.0, {}], 1.0)
         return dict.fromkeys(names, none)
 
-    monkeypatch.setattr(plan, "_programs", compiled)
+    monkeypatch.setattr(plan, "compiled_programs", compiled)
     monkeypatch.setattr(plan, "plan_mesh", lambda config, _: make_mesh(config.mesh_axes))
     for changes, layers in (
         ([], [36, 2, 4]),
@@ -136,9 +137,8 @@ def test_quick_plans_have_more_weights_than_stay_in_fast_memory(monkeypatch):
     ):
         layers_compiled.clear()
         overrides = ["mesh={fsdp=8}", "sampling.mesh={}", *changes]
-        plan.quick_plan(
-            load_config(CONFIGS / "pod_8b_v6e.toml", overrides), parse_topology("v6e:2x4")
-        )
+        config = load_config(CONFIGS / "pod_8b_v6e.toml", overrides)
+        make_plan(config, parse_topology("v6e:2x4"), "few layers")
         assert layers_compiled == layers
 
 
