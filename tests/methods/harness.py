@@ -52,7 +52,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrl.collect.groups import PlacedGroups
-from jrl.objectives import combine_terms, compute_advantages, policy_loss
+from jrl.methods import get_method
+from jrl.objectives import combine_terms, compute_advantages, policy_loss, ratios
 from jrl.types import Batch
 
 LIVE = ("logprobs", "entropy", "values")
@@ -258,6 +259,23 @@ def assert_matches(method, reference, d, wrt=("logprobs",)):
         assert not gradients[name][~d.live].any(), f"gradient of {name} off the live tokens"
 
 
+def assert_reinforce_on_policy(method, d):
+    """Asserts that on-policy the gradient is REINFORCE's with the same advantages."""
+    _, ours = run(method, d)
+    _, theirs = run(method.with_(surrogate=ratios.reinforce()), d)
+    assert np.abs(theirs["logprobs"]).max() > 0.01
+    np.testing.assert_allclose(ours["logprobs"], theirs["logprobs"], atol=1e-6)
+
+
+def assert_cut(name, coefficients):
+    """Asserts that off-policy a method's bounds take gradient away: at 50 it has more."""
+    d = ragged(2, spread=1.0)
+    lower(d, None)
+    _, masked = run(get_method(name, **coefficients), d)
+    _, uncut = run(get_method(name, **dict.fromkeys(coefficients, 50.0)), d)
+    assert np.abs(masked["logprobs"] - uncut["logprobs"]).max() > 1e-3
+
+
 # ---------------------------------------------------------------- for the loops of references
 
 
@@ -329,6 +347,50 @@ def mean_over(d, of_token, rows="sequences"):
 def with_advantages(d, advantage):
     """GRPO's loss with the advantage of each token given by (n, i, t)."""
     return mean_over(d, lambda n, i, t: clipped_loss(ratio(d, (n, i, t)), advantage(n, i, t)))
+
+
+def means(d, weigh, each):
+    rows = [[each((n, i, t)) for t in tokens] for n, i, tokens in sequences(d)]
+    if weigh == "tokens":
+        every = [x for row in rows for x in row]
+        return sum(every) / max(len(every), 1)
+    return sum(np.mean(row) for row in rows) / max(len(rows), 1)
+
+
+def log_ratio(d, at):
+    return d.logprobs[at] - d.sampler_logprobs[at]
+
+
+def over_sequences(d, of_sequence, lengths=False):
+    """The mean over sequences of a function of (advantage, places), or that times the lengths."""
+    a, rows = standard_score(d), sequences(d)
+    each = [of_sequence(a[n, i], [(n, i, t) for t in tokens]) for n, i, tokens in rows]
+    each = [x * len(row[2]) for x, row in zip(each, rows, strict=True)] if lengths else each
+    return sum(each) / max(len(rows), 1)
+
+
+def lower(d, rng):
+    """Log-probabilities of which all are below 0, as those of a distribution are."""
+    for name in ("logprobs", "proximal_logprobs", "sampler_logprobs"):
+        setattr(d, name, -np.abs(getattr(d, name)) - np.float32(0.01))
+        setattr(d, name, getattr(d, name).astype(np.float32).astype(np.float64))
+
+
+def sum_of_scores(d, advantage, divide):
+    """-sum A log pi over the live tokens; ``advantage`` of a place (n, i, t)."""
+    rows = sequences(d)
+    total = sum(advantage(n, i, t) * d.logprobs[n, i, t] for n, i, tokens in rows for t in tokens)
+    count = len(rows) if divide == "sequences" else sum(len(tokens) for _, _, tokens in rows)
+    return -total / max(count, 1)
+
+
+def full(seed, **kwargs):
+    """Groups of equal lengths without holes."""
+    d = ragged(seed, **kwargs)
+    d.mask[:], d.members[:], d.lengths[:] = True, True, d.mask.shape[2]
+    d.live = d.mask.copy()
+    d.rewards = np.random.default_rng(seed).normal(size=d.rewards.shape)
+    return d
 
 
 @functools.lru_cache(maxsize=256)
