@@ -123,3 +123,11 @@ def assert_same(one, other, d, atol=1e-6):
     assert np.abs(grad_b["logprobs"]).max() > 1e-4
     assert a == pytest.approx(b, abs=atol)
     np.testing.assert_allclose(grad_a["logprobs"], grad_b["logprobs"], atol=atol)
+
+
+def of_rewards(loss, beta=0.1):
+    return mean_of_pairs(lambda w, l: loss(beta * w.h, beta * l.h))
+
+
+def logistic(a, b):
+    return softplus(b - a)
