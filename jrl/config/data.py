@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
 
@@ -19,15 +19,38 @@ if TYPE_CHECKING:
     from jrl.config.tables import Config
 
 _PROMPT_TOKENS = 512
+EPISODE_REWARDS = {"reward": 1.0, "success": 0.0}
+"""Default weights of an episode's reward parts: the environment's reward, and 1 for success."""
+RECORDED = "recorded:"
+"""Prefix of a ``data.train`` with sessions recorded by a server."""
+DIALOGUES = "dialogues:"
+"""Prefix of a ``data.train`` with a file of conversations."""
+RECORDED_KIND = "data.train = 'recorded:DIR'"
+DIALOGUES_KIND = "data.train = 'dialogues:FILE'"
+SOURCE = "source:"
+"""Prefix of a ``data.train`` with a custom source."""
+SOURCE_KIND = "data.train = 'source:FILE.py:function'"
+GIVEN_KINDS = (RECORDED_KIND, DIALOGUES_KIND, SOURCE_KIND)
+"""Kinds of data that a value of ``data.train`` tells, and no key alone."""
 
 
 class DataTable(Table):
     """Properties of every kind of data, so that no reader has to ask for the kind."""
 
-    @property
-    def completions_key(self) -> str | None:
-        """The key that holds the completions; None where the policy draws them."""
-        return None
+    completions_key: ClassVar[str | None] = None
+    """The key that holds the completions; None where the policy draws them."""
+    kind: ClassVar[str] = "data.train"
+    """The keys that say which data these are."""
+    has_solutions: ClassVar[bool] = False
+    """Whether the data have solutions for a warm start, and a tokenizer."""
+    default_rewards: ClassVar[Mapping[str, float]] = {"math": 1.0}
+    """Reward part -> weight where a run names none."""
+    reward_names: ClassVar[tuple[str, ...]] = ()
+    """Valid reward parts besides functions of the user; () for any."""
+    own_rewards: ClassVar[bool] = True
+    """Whether functions of the user may be reward parts."""
+    judged_on_host: ClassVar[bool] = True
+    """Whether reward functions on the host judge completions."""
 
     @property
     def name(self) -> str:
@@ -35,19 +58,9 @@ class DataTable(Table):
         return ""
 
     @property
-    def kind(self) -> str:
-        """The keys that say which data these are."""
-        return "data.train"
-
-    @property
     def own_limit(self) -> str:
         """The key and value that set the longest completion; "" for ``sampling.max_new_tokens``."""
         return ""
-
-    @property
-    def has_solutions(self) -> bool:
-        """Whether the data have solutions for a warm start, and a tokenizer."""
-        return False
 
     @property
     def answer_optional(self) -> bool:
@@ -78,26 +91,6 @@ class DataTable(Table):
         """Seed of the order of records; None keeps the order of the file."""
         return None
 
-    @property
-    def default_rewards(self) -> dict[str, float]:
-        """Reward part -> weight where a run names none."""
-        return {"math": 1.0}
-
-    @property
-    def reward_names(self) -> tuple[str, ...]:
-        """Valid reward parts besides functions of the user; () for any."""
-        return ()
-
-    @property
-    def own_rewards(self) -> bool:
-        """Whether functions of the user may be reward parts."""
-        return True
-
-    @property
-    def judged_on_host(self) -> bool:
-        """Whether reward functions on the host judge completions."""
-        return True
-
     def conflicts(self, config: Config) -> Iterator[str]:
         """A line for each key of another table that does not go with these data."""
         if config.train.mode == "in_flight":
@@ -119,9 +112,6 @@ class DataTable(Table):
                 " set it to 0"
             )
 
-
-EPISODE_REWARDS = {"reward": 1.0, "success": 0.0}
-"""Default weights of an episode's reward parts: the environment's reward, and 1 for success."""
 
 Weights = Annotated[dict[str, Annotated[float, Field(gt=0)]], Field(min_length=1)]
 """Sources of data with their parts."""
@@ -243,10 +233,24 @@ class PromptData(ChatTable, QuestionTable):
         return {"train": self.train, "eval": self.eval} if self.invalid == "error" else {}
 
 
-class TaskData(DataTable):
-    """A procedural task; further keys are its options."""
+class OptionTable(DataTable):
+    """Data whose further keys are options of a function."""
 
     model_config = ConfigDict(extra="allow")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keys that the function takes."""
+        return dict(self.model_extra or {})
+
+
+class TaskData(OptionTable):
+    """A procedural task; further keys are its options."""
+
+    kind: ClassVar[str] = "data.task"
+    has_solutions: ClassVar[bool] = True
+    default_rewards: ClassVar[Mapping[str, float]] = {"verify": 1.0}
+    reward_names: ClassVar[tuple[str, ...]] = ("verify", "partial", "model")
 
     task: str = Field(
         description="procedural task by name, or a function of your own as FILE.py:function or"
@@ -264,40 +268,19 @@ class TaskData(DataTable):
         return f"data.task = {self.task!r}"
 
     @property
-    def kind(self) -> str:
-        """The keys that say which data these are."""
-        return "data.task"
-
-    @property
-    def has_solutions(self) -> bool:
-        """A task knows a right completion of each problem."""
-        return True
-
-    @property
     def free_options(self) -> dict[str, Any]:
         """The keys that the task's function takes."""
         return self.options
 
-    @property
-    def default_rewards(self) -> dict[str, float]:
-        """Reward part -> weight where a run names none."""
-        return {"verify": 1.0}
 
-    @property
-    def reward_names(self) -> tuple[str, ...]:
-        """The reward parts of the task, and a reward model."""
-        return ("verify", "partial", "model")
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The keys that the task's function takes."""
-        return dict(self.model_extra or {})
-
-
-class EnvData(DataTable):
+class EnvData(OptionTable):
     """An environment; further keys are its options."""
 
-    model_config = ConfigDict(extra="allow")
+    kind: ClassVar[str] = "data.env"
+    has_solutions: ClassVar[bool] = True
+    default_rewards: ClassVar[Mapping[str, float]] = EPISODE_REWARDS
+    reward_names: ClassVar[tuple[str, ...]] = tuple(EPISODE_REWARDS)
+    own_rewards: ClassVar[bool] = False
 
     env: str = Field(
         description="environment by name, or a function of your own as FILE.py:function or"
@@ -315,60 +298,21 @@ class EnvData(DataTable):
         return f"data.env = {self.env!r}"
 
     @property
-    def kind(self) -> str:
-        """The keys that say which data these are."""
-        return "data.env"
-
-    @property
-    def has_solutions(self) -> bool:
-        """An environment may play its episodes itself."""
-        return True
-
-    @property
     def free_options(self) -> dict[str, Any]:
         """The keys that the environment's function takes."""
         return self.options
 
-    @property
-    def default_rewards(self) -> dict[str, float]:
-        """Reward part -> weight where a run names none."""
-        return dict(EPISODE_REWARDS)
 
-    @property
-    def reward_names(self) -> tuple[str, ...]:
-        """The environment's reward, and success."""
-        return tuple(EPISODE_REWARDS)
-
-    @property
-    def own_rewards(self) -> bool:
-        """The environment pays."""
-        return False
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The keys that the environment's function takes."""
-        return dict(self.model_extra or {})
-
-
-class EpisodeData(QuestionTable):
+class EpisodeData(QuestionTable, OptionTable):
     """Questions that each open episodes with a host environment, which writes the messages.
 
     Further keys are options of the environment.
     """
 
-    model_config = ConfigDict(extra="allow")
+    default_rewards: ClassVar[Mapping[str, float]] = EPISODE_REWARDS
+    judged_on_host: ClassVar[bool] = False
 
     env: str = EnvData.model_fields["env"]  # type: ignore[assignment]
-
-    @property
-    def default_rewards(self) -> dict[str, float]:
-        """Reward part -> weight where a run names none."""
-        return dict(EPISODE_REWARDS)
-
-    @property
-    def judged_on_host(self) -> bool:
-        """The environment pays."""
-        return False
 
     def conflicts(self, config: Config) -> Iterator[str]:
         """Those of files, and of experts, which episodes do not record."""
@@ -379,39 +323,19 @@ class EpisodeData(QuestionTable):
             )
         yield from self._file_conflicts(config)
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The keys that the environment's function takes."""
-        return dict(self.model_extra or {})
-
 
 class ScoredTable(DataTable):
     """Shared keys of data with scored completions."""
 
-    @property
-    def completions_key(self) -> str | None:
-        """The key that holds the completions."""
-        return "data.pairs"
+    completions_key: ClassVar[str | None] = "data.pairs"
+    default_rewards: ClassVar[Mapping[str, float]] = {"score": 1.0}
+    reward_names: ClassVar[tuple[str, ...]] = ("score",)
+    judged_on_host: ClassVar[bool] = False
 
     @property
     def own_limit(self) -> str:
         """Completions are as long as ``sampling.max_new_tokens`` or a task says."""
         return ""
-
-    @property
-    def default_rewards(self) -> dict[str, float]:
-        """The one reward part: the scores of the records."""
-        return {"score": 1.0}
-
-    @property
-    def reward_names(self) -> tuple[str, ...]:
-        """The one reward part."""
-        return ("score",)
-
-    @property
-    def judged_on_host(self) -> bool:
-        """The records hold the scores."""
-        return False
 
     def conflicts(self, config: Config) -> Iterator[str]:
         """Those of files, of rewards, and of sampling parameters that rule completions out."""
@@ -426,10 +350,12 @@ class ScoredTable(DataTable):
             )
 
 
-class SourceData(TextTable):
+class SourceData(TextTable, OptionTable):
     """Groups from a source of one's own; further keys are its options."""
 
-    model_config = ConfigDict(extra="allow")
+    kind: ClassVar[str] = SOURCE_KIND
+    default_rewards: ClassVar[Mapping[str, float]] = {"reward": 1.0}
+    judged_on_host: ClassVar[bool] = False
 
     train: str = Field(
         description="source:FILE.py:function or source:module:function, which is called with"
@@ -443,24 +369,9 @@ class SourceData(TextTable):
         return self.train.partition(":")[2]
 
     @property
-    def kind(self) -> str:
-        """The key that names the source."""
-        return SOURCE_KIND
-
-    @property
     def free_options(self) -> dict[str, Any]:
         """The keys that the function takes."""
-        return dict(self.model_extra or {})
-
-    @property
-    def default_rewards(self) -> dict[str, float]:
-        """The one reward part where a run names none."""
-        return {"reward": 1.0}
-
-    @property
-    def judged_on_host(self) -> bool:
-        """The source judges."""
-        return False
+        return self.options
 
 
 class PairData(ScoredTable, RowTable, ChatTable):
@@ -476,16 +387,22 @@ class PairData(ScoredTable, RowTable, ChatTable):
 class TaskPairs(ScoredTable, RowTable, TaskData):
     """Judged completions of a procedural task, from files."""
 
-    @property
-    def kind(self) -> str:
-        """The keys that say which data these are."""
-        return "data.pairs and data.task"
+    kind: ClassVar[str] = "data.pairs and data.task"
 
     pairs: str = PairData.model_fields["pairs"]  # type: ignore[assignment]
 
 
 class RecordedData(ChatTable):
     """Sessions of agents that a server recorded; nothing is sampled."""
+
+    kind: ClassVar[str] = RECORDED_KIND
+    completions_key: ClassVar[str | None] = RECORDED_KIND
+    default_rewards: ClassVar[Mapping[str, float]] = {"reward": 1.0}
+    reward_names: ClassVar[tuple[str, ...]] = ("reward",)
+    own_rewards: ClassVar[bool] = False
+    judged_on_host: ClassVar[bool] = False
+    has_logprobs: ClassVar[bool] = True
+    """Whether a policy drew the completions, and its log-probabilities are there."""
 
     train: str = Field(
         description="recorded:DIR, which `jrl serve --record` wrote: what was drawn is trained on"
@@ -496,41 +413,6 @@ class RecordedData(ChatTable):
     )
 
     @property
-    def kind(self) -> str:
-        """The key that names the episodes."""
-        return RECORDED_KIND
-
-    @property
-    def completions_key(self) -> str | None:
-        """The key that holds the completions."""
-        return self.kind
-
-    @property
-    def default_rewards(self) -> dict[str, float]:
-        """The one reward part: the points that an episode was given."""
-        return {"reward": 1.0}
-
-    @property
-    def reward_names(self) -> tuple[str, ...]:
-        """The one reward part."""
-        return ("reward",)
-
-    @property
-    def own_rewards(self) -> bool:
-        """The points are recorded."""
-        return False
-
-    @property
-    def judged_on_host(self) -> bool:
-        """The points are recorded."""
-        return False
-
-    @property
-    def has_logprobs(self) -> bool:
-        """Whether a policy drew the completions, and its log-probabilities are there."""
-        return True
-
-    @property
     def place(self) -> str:
         """The directory of the recording, or the file of the dialogues."""
         return self.train.partition(":")[2]
@@ -538,6 +420,10 @@ class RecordedData(ChatTable):
 
 class DialogueData(RecordedData):
     """Conversations from files, in which anybody spoke as the assistant; nothing is sampled."""
+
+    kind: ClassVar[str] = DIALOGUES_KIND
+    completions_key: ClassVar[str | None] = DIALOGUES_KIND
+    has_logprobs: ClassVar[bool] = False
 
     train: str = Field(
         description="dialogues:FILE, any form of file that holds prompts; a row has messages, and"
@@ -547,29 +433,6 @@ class DialogueData(RecordedData):
     invalid: Literal["error", "skip"] = key(
         "error", RowTable.model_fields["invalid"].description or ""
     )
-
-    @property
-    def kind(self) -> str:
-        """The key that names the dialogues."""
-        return DIALOGUES_KIND
-
-    @property
-    def has_logprobs(self) -> bool:
-        """Anybody spoke as the assistant."""
-        return False
-
-
-RECORDED = "recorded:"
-"""Prefix of a ``data.train`` with sessions recorded by a server."""
-DIALOGUES = "dialogues:"
-"""Prefix of a ``data.train`` with a file of conversations."""
-RECORDED_KIND = "data.train = 'recorded:DIR'"
-DIALOGUES_KIND = "data.train = 'dialogues:FILE'"
-SOURCE = "source:"
-"""Prefix of a ``data.train`` with a custom source."""
-SOURCE_KIND = "data.train = 'source:FILE.py:function'"
-GIVEN_KINDS = (RECORDED_KIND, DIALOGUES_KIND, SOURCE_KIND)
-"""Kinds of data that a value of ``data.train`` tells, and no key alone."""
 
 
 def _data_kind(value: Any) -> str:
