@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jrl.errors import UserError, unknown_choice
-from jrl.rewards import agreement, matching, other_names, shaping, tool_calls
+from jrl.rewards import agreement, matching, shaping, tool_calls
 from jrl.rewards.base import Points, RewardFn, Sample, whole_batch, whole_group
 from jrl.rewards.columns import SIGNATURE, adapted, form_of
 from jrl.rewards.combine import Columns
@@ -71,7 +71,6 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "new_ngrams": agreement.new_ngrams,
     "tool_calls": tool_calls.tool_calls,
     "tools_used": tool_calls.tools_used,
-    **other_names.NAMES,
 }
 """The library's own reward functions by name."""
 
@@ -93,6 +92,18 @@ PUBLISHED = {
     "toolrl": f"{_ZOO}:toolrl",
 }
 """Reward functions of one paper each, by name."""
+_TRL = (
+    *("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"),
+    *("get_cosine_scaled_reward", "get_repetition_penalty_reward", "get_soft_overlong_punishment"),
+)
+_VERL = (
+    *("default_compute_score", "geo3k", "gsm8k", "math_batch", "math_dapo", "math_reward"),
+    *("math_verify", "prime_code", "prime_math", "sandbox_fusion", "search_r1_like_qa_em"),
+)
+OTHER_NAMES = {name: f"jrl.zoo.rewards.trl:{name}" for name in _TRL} | {
+    name: f"jrl.zoo.rewards.verl:{name}" for name in _VERL
+}
+"""Reward functions by the names that scripts for TRL and verl use."""
 RUNNING = {
     "code": "jrl.verifiers.code:code",
     "sql": "jrl.verifiers.sql:sql",
@@ -102,12 +113,9 @@ RUNNING = {
     "json_schema": "jrl.verifiers.json_schema:json_schema",
     "lean": "jrl.verifiers.lean:lean",
     "reasoning_gym": "jrl.verifiers.gym:reasoning_gym",
-    "prime_code": "jrl.verifiers.verl:prime_code",
-    "sandbox_fusion": "jrl.verifiers.verl:sandbox_fusion",
-    "default_compute_score": "jrl.verifiers.verl:default_compute_score",
 }
 """Reward functions that run something, by name; they stand above the sandbox of episodes."""
-FUNCTION_NAMES = (*REWARDS, *RUNNING, *PUBLISHED)
+FUNCTION_NAMES = (*REWARDS, *RUNNING, *PUBLISHED, *OTHER_NAMES)
 """The names that ``[rewards]`` knows, functions of one's own aside."""
 
 
@@ -146,8 +154,8 @@ def make_reward(name: str, key: str = "", /, **options: Any) -> RewardFn:
     """A reward function with its options bound.
 
     Args:
-      name: one of ``REWARDS``, "FILE.py:function", or "module:function". A function of one's own
-        has one of the forms of ``jrl.rewards.columns``.
+      name: one of ``FUNCTION_NAMES``, "FILE.py:function", or "module:function". A function of one's
+        own has one of the forms of ``jrl.rewards.columns``.
       key: the table of the configuration that holds the options, for messages; "" for that of the
         function's name.
       **options: further arguments of the function.
@@ -163,7 +171,7 @@ def make_reward(name: str, key: str = "", /, **options: Any) -> RewardFn:
             f"{unknown_choice('rewards', name, FUNCTION_NAMES)}, {FORMS}, a function {SIGNATURE}"
         )
     key, ours = key or f"rewards.{name}", name in FUNCTION_NAMES
-    name = {**RUNNING, **PUBLISHED}.get(name, name)
+    name = {**RUNNING, **PUBLISHED, **OTHER_NAMES}.get(name, name)
     function = load(name, "rewards") if ":" in name else REWARDS[name]
     samples = form_of(function, key) == "samples"
     # in the other forms an argument may be a column, which the data has or not

@@ -28,9 +28,9 @@ _CODE = "jrl.verifiers.code:reference"
 _REFERENCES = {
     "code": _CODE,
     "code_speed": "jrl.zoo.rewards.speed:reference",
-    "default_compute_score": "jrl.verifiers.verl:source_reference",
+    "default_compute_score": "jrl.zoo.rewards.verl:source_reference",
     "prime_code": _CODE,
-    "sandbox_fusion": "jrl.verifiers.verl:fusion_reference",
+    "sandbox_fusion": "jrl.zoo.rewards.verl:fusion_reference",
     "sql": "jrl.verifiers.sql:reference",
 }
 """Reward functions that can judge what a row gives as its solution; (prompt, where, options)."""

@@ -87,6 +87,8 @@ MOVED = {
     "own": "user_code",
     "processes": "system.processes",
     "progress": "run.progress",
+    "rewards.minerva": "zoo.rewards.minerva",
+    "rewards.other_names": "zoo.rewards.trl and zoo.rewards.verl",
     "run_lock": "storage.lock",
     "sample_tokens": "evaluate.sample_tokens",
     "samples": "evaluate.samples",
@@ -167,6 +169,7 @@ MOVED = {
     "train.text_parts": "judging.text_parts",
     "train.tree_search": "collect.tree_search",
     "train.value_start": "train.reward_model",
+    "verifiers.verl": "zoo.rewards.verl",
     "waits": "system.wait_reports",
 }
 """Old name -> new one, both without ``jrl.``; what was below an old name is below the new one."""

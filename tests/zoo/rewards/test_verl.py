@@ -9,7 +9,7 @@ from jrl.rewards import Sample, make_reward
 from jrl.run.reference_check import check_verifiers
 from jrl.types import Prompt
 from jrl.verifiers import code as programs
-from jrl.verifiers import verl
+from jrl.zoo.rewards import verl
 
 
 def sample(completion, answer, source=None, id=0):
