@@ -293,7 +293,7 @@ def _tfds_rows(spec: str, tfds_dir: str | None, key: str) -> Any:
         if name.split("/")[0] == "gsm8k":
             raise UserError(
                 f"{key} = {spec!r}: GSM8K is not prepared in {root}; set TFDS_DATA_DIR to where it "
-                "is, or prepare it from its JSONL files with python -m jrl.data.gsm8k "
+                "is, or prepare it from its JSONL files with python -m jrl.zoo.tools.gsm8k "
                 f"--dir {root} --train train.jsonl --test test.jsonl"
             )
         return tfds.data_source(

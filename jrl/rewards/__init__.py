@@ -112,7 +112,7 @@ RUNNING = {
     "sql_ngrams": "jrl.verifiers.sql:sql_ngrams",
     "json_schema": "jrl.verifiers.json_schema:json_schema",
     "lean": "jrl.verifiers.lean:lean",
-    "reasoning_gym": "jrl.verifiers.gym:reasoning_gym",
+    "reasoning_gym": "jrl.zoo.rewards.reasoning_gym:reasoning_gym",
 }
 """Reward functions that run something, by name; they stand above the sandbox of episodes."""
 FUNCTION_NAMES = (*REWARDS, *RUNNING, *PUBLISHED, *OTHER_NAMES)

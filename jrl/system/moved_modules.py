@@ -17,6 +17,7 @@ MOVED = {
     "compiles": "system.compile_cache",
     "config.unions": "config.data, config.tree and config.optimizer",
     "data.goals": "zoo.methods.goals",
+    "data.gsm8k": "zoo.tools.gsm8k",
     "data.hops": "zoo.tools.hops",
     "devices": "system.devices",
     "directories": "system.directories",
@@ -169,6 +170,7 @@ MOVED = {
     "train.text_parts": "judging.text_parts",
     "train.tree_search": "collect.tree_search",
     "train.value_start": "train.reward_model",
+    "verifiers.gym": "zoo.rewards.reasoning_gym",
     "verifiers.verl": "zoo.rewards.verl",
     "waits": "system.wait_reports",
 }

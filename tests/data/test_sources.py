@@ -9,9 +9,9 @@ import sys
 import numpy as np
 import pytest
 
-from jrl.data.gsm8k import prepare_gsm8k
 from jrl.data.sources import open_source, order
 from jrl.errors import UserError
+from jrl.zoo.tools.gsm8k import prepare_gsm8k
 
 ROWS = [
     {"question": "2 + 2?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4", "level": 1},
@@ -232,7 +232,7 @@ def test_gsm8k_is_not_overwritten(tfds_dir):
 @pytest.mark.extra("tfds")
 def test_gsm8k_has_a_command(tmp_path):
     path = write_lines(tmp_path / "train.jsonl", json.dumps(ROWS[0]))
-    command = [sys.executable, "-m", "jrl.data.gsm8k", "--dir", str(tmp_path / "data")]
+    command = [sys.executable, "-m", "jrl.zoo.tools.gsm8k", "--dir", str(tmp_path / "data")]
     done = subprocess.run([*command, "--train", path], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert len(open_source("tfds:gsm8k", tfds_dir=str(tmp_path / "data"))) == 1

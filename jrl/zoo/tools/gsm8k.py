@@ -1,6 +1,6 @@
 """GSM8K as a TFDS dataset, prepared offline from its JSONL files and without TensorFlow.
 
-    python -m jrl.data.gsm8k --dir DIR --train train.jsonl --test test.jsonl
+    python -m jrl.zoo.tools.gsm8k --dir DIR --train train.jsonl --test test.jsonl
 
 After that ``data.train="tfds:gsm8k"`` reads it, with TFDS_DATA_DIR=DIR in the environment.
 """
@@ -88,7 +88,7 @@ def _example(row: Mapping[str, object], where: str) -> dict[str, str]:
 def main() -> None:
     """The command line of this module."""
     parser = argparse.ArgumentParser(
-        prog="python -m jrl.data.gsm8k", description="Prepare GSM8K for tfds:gsm8k, offline."
+        prog="python -m jrl.zoo.tools.gsm8k", description="Prepare GSM8K for tfds:gsm8k, offline."
     )
     parser.add_argument("--dir", required=True, help="TFDS data directory to write to")
     parser.add_argument("--train", help="JSONL file of the training split")
