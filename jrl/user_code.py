@@ -16,15 +16,13 @@ import importlib
 import importlib.util
 import inspect
 import json
-import os
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from jrl.errors import UserError
 from jrl.system.json_text import parse_json
@@ -143,7 +141,7 @@ def load(spec: str, key: str) -> Callable[..., Any]:
     is_file = place.endswith(".py")
     limit = time_limit(IMPORT_SECONDS, _TooLongError, again=1.0)
     try:
-        with limit, _no_exit(), _no_wide_numbers(setting, place):
+        with limit, _no_wide_numbers(setting, place):
             module = _of_file(_existing(Path(place), setting)) if is_file else _of_name(place)
     except UserError:
         raise
@@ -151,11 +149,6 @@ def load(spec: str, key: str) -> Callable[..., Any]:
         raise SlowImport(
             f"{setting}: importing {place} took longer than {IMPORT_SECONDS:.0f} s; wait, download "
             "and load models inside the function, or in its attribute prepare"
-        ) from None
-    except _ExitError as error:
-        raise UserError(
-            f"{setting}: importing {place} calls os._exit({error.code}), which would end the run;"
-            " remove the call"
         ) from None
     except ModuleNotFoundError as error:
         if not is_file and f"{place}.".startswith(f"{error.name}."):
@@ -320,19 +313,14 @@ def made_by(function: Callable[..., Any], setting: str, *args: Any, **options: A
       **options: more.
 
     Raises:
-      UserError: it raised something, or would end the process, named with its line.
+      UserError: it raised something, named with its line.
     """
     name = getattr(function, "__name__", "the function")
     try:
-        with _no_exit(), _no_wide_numbers(setting, name, "calling"):
+        with _no_wide_numbers(setting, name, "calling"):
             return function(*args, **options)
     except UserError:
         raise
-    except _ExitError as error:
-        raise UserError(
-            f"{setting}: {name} calls os._exit({error.code}), which would end the run; remove the"
-            " call"
-        ) from None
     except (Exception, SystemExit) as error:
         raise UserError(f"{setting}: {_what_failed(error, setting)}") from error
 
@@ -343,31 +331,6 @@ class SlowImport(UserError):
 
 class _TooLongError(BaseException):
     """An import takes too long; no Exception, which code of users may catch."""
-
-
-class _ExitError(BaseException):
-    """An import would end the interpreter without a word."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
-
-
-@contextlib.contextmanager
-def _no_exit() -> Iterator[None]:
-    """Inside, ``os._exit`` raises _ExitError; in processes that are forked there it ends them."""
-    real, process = os._exit, os.getpid()
-
-    def refuse(status: int) -> NoReturn:
-        if os.getpid() != process or threading.current_thread() is not threading.main_thread():
-            real(status)
-        raise _ExitError(status)
-
-    os._exit = refuse
-    try:
-        yield
-    finally:
-        os._exit = real
 
 
 def _is_own(value: object, module: ModuleType) -> bool:

@@ -186,7 +186,6 @@ def test_coordinators(address):
 
 
 REWARDS = {
-    "import os; os._exit(0)": "calls os._exit(0), which would end the run; remove the call",
     "import sys; sys.exit()": "line 1: SystemExit",
     "def f(samples): yield 1.0": "the function yields; return a list of numbers",
     "class f: pass": "the function takes (); write",

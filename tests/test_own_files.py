@@ -20,7 +20,6 @@ REWARD = {
     "import nothing_like_it": "line 1: ModuleNotFoundError: No module named 'nothing_like_it'",
     "raise RuntimeError('no')": "line 1: RuntimeError: no",
     "import sys; sys.exit(3)": "line 1: SystemExit: 3",
-    "import os; os._exit(3)": "calls os._exit(3), which would end the run",
     "def g(samples): return [1.0]": "has no function 'f'; choose from g",
     "f = 5": "is 5, not a function",
     "def f(): return [1.0]": "the function takes (); write reward(samples)",
@@ -95,7 +94,6 @@ ENV = {
     "def f(size): return HostEnv(init, step)": "data.size is missing: f(size) needs it",
     "def f(): raise OSError('gone')": "OSError: gone",
     "def f(): raise SystemExit(2)": "SystemExit: 2",
-    "import os\ndef f(): os._exit(2)": "calls os._exit(2), which would end the run",
     "async def f(policy): return 1.0": "prompt",
     "async def f(): return 1.0": "prompt",
 }
