@@ -113,55 +113,20 @@ def attend_cache(
     Returns:
       The values seen [S, H, h] and ``own`` with the new entries. Zeros for a row that sees nothing.
     """
-    pieces, s, heads, per_head, d = x_nskgh.shape
+    _, s, heads, _, d = x_nskgh.shape
     z = _sizes(x_nskgh, row_cache, prompt, how)
     n, m, parts = s // z.members, z.members, z.chunks + z.splits
-
-    def rows(*shape: int, heads_axis: bool = True) -> pl.BlockSpec:
-        """All members of a prompt; of one head."""
-        zeros = (0,) * len(shape)
-        if heads_axis:
-            return pl.BlockSpec((m, None, *shape), lambda i, k, n: (n, k, *zeros))
-        return pl.BlockSpec((m, *shape), lambda i, k, n: (n, *zeros))
-
-    def of_prompt(*shape: int) -> pl.BlockSpec:
-        zeros = (0,) * len(shape)
-        return pl.BlockSpec((None, None, *shape), lambda i, k, n: (n, k, *zeros))
-
-    def vector(size: int) -> pl.BlockSpec:
-        return pl.BlockSpec((size,), lambda i, k, n: (0,))
-
     # Blocks are whole along the columns. A program loads the few that it needs by their places;
     # Pallas itself moves nothing.
-    cache: dict[str, tuple[Any, pl.BlockSpec]] = {
-        name: (x, rows(*x.shape[2:])) for name, x in row_cache.items()
-    }
-    inputs = dict(cache)
-    whole = pl.BlockSpec((pieces, m, None, per_head, d), lambda i, k, n: (0, n, k, 0, 0))
-    inputs["x"] = x_nskgh, whole
-    inputs["cos"] = turn.cos, rows(d // 2, heads_axis=False)
-    inputs["sin"] = turn.sin, rows(d // 2, heads_axis=False)
-    inputs["columns"] = reach.columns, rows(heads_axis=False)
-    inputs["positions"] = reach.positions, rows(heads_axis=False)
-    if turn.q_norm is not None:
-        assert turn.k_norm is not None
-        inputs |= {"q_norm": (turn.q_norm, vector(d)), "k_norm": (turn.k_norm, vector(d))}
-    if turn.bias is not None:
-        spec = pl.BlockSpec((None, per_head, d), lambda i, k, n: (k, 0, 0))
-        inputs["bias"] = turn.bias, spec
-    if prompt is not None:
-        inputs |= {f"past_{name}": (x, of_prompt(*x.shape[2:])) for name, x in prompt.items()}
-        one = pl.BlockSpec((1,), lambda i, k, n: (n,))
-        inputs["lengths"] = reach.lengths, one
-        if reach.firsts is not None:
-            inputs["firsts"] = reach.firsts, one
+    cache: Placed = {name: (x, _of_members(m, *x.shape[2:])) for name, x in row_cache.items()}
+    inputs = cache | _inputs(x_nskgh, prompt, turn, reach, m)
     names = list(inputs)
     values = jax.ShapeDtypeStruct((s, heads, parts, z.group, d), jnp.float32)
     sums = jax.ShapeDtypeStruct((s, heads, parts, z.group), jnp.float32)
     results = cache | {
-        "values": (values, rows(parts, z.group, d)),
-        "peak": (sums, rows(parts, z.group)),
-        "total": (sums, rows(parts, z.group)),
+        "values": (values, _of_members(m, parts, z.group, d)),
+        "peak": (sums, _of_members(m, parts, z.group)),
+        "total": (sums, _of_members(m, parts, z.group)),
     }
     out = pl.pallas_call(
         functools.partial(attend, names=names, results=list(results), z=z),
@@ -180,6 +145,54 @@ def attend_cache(
     attended = _merged(by_name["values"], by_name["peak"], by_name["total"])
     attended = attended.reshape(s, heads * z.group, d).astype(how.dtype)
     return attended, {name: by_name[name] for name in row_cache}
+
+
+Placed = dict[str, tuple[Any, pl.BlockSpec]]
+"""Arrays of the kernel by name, each with its blocks; a program is (part, head, prompt)."""
+
+
+def _of_members(m: int, *shape: int, by_head: bool = True) -> pl.BlockSpec:
+    """Blocks of all ``m`` members of a prompt; of one head, or of arrays without heads."""
+    zeros = (0,) * len(shape)
+    if by_head:
+        return pl.BlockSpec((m, None, *shape), lambda i, k, n: (n, k, *zeros))
+    return pl.BlockSpec((m, *shape), lambda i, k, n: (n, *zeros))
+
+
+def _inputs(
+    x_nskgh: Array, prompt: dict[str, Array] | None, turn: Turn, reach: Reach, m: int
+) -> Placed:
+    """What the kernel reads beside the rows' cache; ``m`` is the members of a prompt."""
+    pieces, _, _, per_head, d = x_nskgh.shape
+    inputs: Placed = {
+        "x": (
+            x_nskgh,
+            pl.BlockSpec((pieces, m, None, per_head, d), lambda i, k, n: (0, n, k, 0, 0)),
+        ),
+        "cos": (turn.cos, _of_members(m, d // 2, by_head=False)),
+        "sin": (turn.sin, _of_members(m, d // 2, by_head=False)),
+        "columns": (reach.columns, _of_members(m, by_head=False)),
+        "positions": (reach.positions, _of_members(m, by_head=False)),
+    }
+    if turn.q_norm is not None:
+        assert turn.k_norm is not None
+        vector = pl.BlockSpec((d,), lambda i, k, n: (0,))
+        inputs |= {"q_norm": (turn.q_norm, vector), "k_norm": (turn.k_norm, vector)}
+    if turn.bias is not None:
+        spec = pl.BlockSpec((None, per_head, d), lambda i, k, n: (k, 0, 0))
+        inputs["bias"] = turn.bias, spec
+    if prompt is not None:
+
+        def of_prompt(*shape: int) -> pl.BlockSpec:
+            zeros = (0,) * len(shape)
+            return pl.BlockSpec((None, None, *shape), lambda i, k, n: (n, k, *zeros))
+
+        inputs |= {f"past_{name}": (x, of_prompt(*x.shape[2:])) for name, x in prompt.items()}
+        one = pl.BlockSpec((1,), lambda i, k, n: (n,))
+        inputs["lengths"] = reach.lengths, one
+        if reach.firsts is not None:
+            inputs["firsts"] = reach.firsts, one
+    return inputs
 
 
 def _merged(values: Array, peak: Array, total: Array) -> Array:
