@@ -265,13 +265,14 @@ def judged_parts(
         if source.draws > 1 and (on_host or judges):
             calls = RowCalls(on_host, judges)
             source = dataclasses.replace(source, calls=calls)
-    elif on_host is not None:
-        stages.append(function_stage(on_host, prompts_seen(run), calls))
+    # Models read first: the calls of functions that began as rows ended continue beside them.
     if rewards.models:
         stages.append(model_stage(rewards))
     if rewards.text_models:
         models = TextParts(rewards.text_models, run.tokenizer, run.config.train.steps)
         stages.append(judge_stage(models, prompts_seen(run)))
+    if on_host is not None and not isinstance(source, TextSource):
+        stages.append(function_stage(on_host, prompts_seen(run), calls))
     if judges is not None:
         stages.append(judge_stage(judges, prompts_seen(run)))
     if names := rewards.given_by("likelihood"):

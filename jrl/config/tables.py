@@ -297,6 +297,11 @@ class RewardTable(Table):
         "the function may return a list for a sample, one number per token; methods with credit"
         " per token read them there, others read their sum",
     )
+    with_prompt: bool = key(
+        False,
+        "your own function gets the prompt's text, chat template included, before the completion,"
+        " as solution_str in scripts for early versions of verl (TinyZero, Logic-RL, Search-R1)",
+    )
     combine: str | None = key(
         None, "combines other parts: gate, product, sum, FILE.py:function, ..."
     )

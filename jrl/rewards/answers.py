@@ -3,7 +3,7 @@ r"""The grammar of final answers.
 An answer, without markup (dollar signs of LaTeX, ``\text``, ``\boxed``, bold, spaces, the full stop
 at its end), is the first of these that it can be:
 
-    answer   = [name "="] one               x = 5; the name may be missing on one side;
+    answer   = [name "="] one               x = 5, or 5 = x; the name may be missing on one side;
                                             (x, y) = (1, 2); f(2) = 7; R^2 = 0.9
              | {numbers "="} number         2 + 3 = 5, which is 5 beside what has no "="
              | quantity "(" quantity ")"    4 (four)
@@ -218,6 +218,9 @@ def _compound(text: str, commas: bool, depth: int) -> Answer | None:
     name = _NAME.match(text)
     if name and not _ORDER.search(name.group(2)):
         return Named(plain_name(name.group(1)), inner(bare(name.group(2))))
+    swapped = re.fullmatch(r"([^=]+)=\s?([A-Za-z])", text)  # 5 = x
+    if swapped and (quantity := read_quantity(bare(swapped.group(1)))):
+        return Named(plain_name(swapped.group(2)), quantity)
     sequence = _sequence(text, depth)
     if sequence is not None:
         return sequence
@@ -363,7 +366,7 @@ def _colon(text: str) -> Colon | None:
     return Colon(values + (Fraction(0),) * (3 - len(values)) if is_time else values, "", is_time)
 
 
-def _based(text: str) -> Based | Quantity | None:
+def _based(text: str) -> Based | None:
     match = _BASED.fullmatch(text)
     if not match or not re.search(r"\d", match.group(1)) or "_" in match.group(1):
         return None
@@ -375,8 +378,6 @@ def _based(text: str) -> Based | Quantity | None:
         int(match.group(1), base)
     except ValueError:
         return None
-    if base == 10:
-        return Quantity(Fraction(int(match.group(1))))
     return Based(match.group(1).upper().lstrip("0") or "0", base)
 
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import itertools
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -49,6 +50,7 @@ _VERL, _BATCH = "solution_str", "solution_strs"
 _TEXTS = ("predict_str", "model_output", "response")
 """Other names of verl's solution, of NeMo RL's, too, where there is a ``ground_truth``."""
 _ROLLOUT = "completion"
+_ASSISTANT = "assistant"
 _ONE_AT_A_TIME = ("answer", "prompt", "response", "sample", "text")
 
 Form = Literal["samples", "columns", "solution", "solutions", "rollout"]
@@ -217,7 +219,7 @@ def _completion(sample: Sample) -> Any:
     if sample.messages:
         return list(map(dict, sample.messages))
     if sample.prompt.messages:
-        return [{"role": "assistant", "content": sample.completion}]
+        return [{"role": _ASSISTANT, "content": sample.completion}]
     return sample.completion
 
 
@@ -253,9 +255,22 @@ _SOLUTION: dict[str, Callable[[Sample], Any]] = {
     "data_source": lambda sample: sample.prompt.meta.get("data_source"),
     **dict.fromkeys((_VERL, *_TEXTS), lambda sample: sample.completion),
     "ground_truth": lambda sample: sample.prompt.answer,
-    "extra_info": lambda sample: sample.prompt.meta.get("extra_info"),
+    "extra_info": lambda sample: _extra_info(sample),
 }
 """Arguments of verl's reward functions, from a sample."""
+
+
+def _extra_info(sample: Sample) -> Any:
+    """The row's ``extra_info`` and what verl's reward managers add to it.
+
+    ``num_turns`` counts the prompt, the policy's turns and what came between them.
+    """
+    extra_info = sample.prompt.meta.get("extra_info") or {}
+    if not isinstance(extra_info, Mapping):
+        return extra_info
+    roles = [message["role"] == _ASSISTANT for message in sample.messages] or [True]
+    turns = 1 + sum(roles) + sum(not mine for mine, _ in itertools.groupby(roles))
+    return {**extra_info, "num_turns": turns, "rollout_reward_scores": {}}
 
 
 def _on_solutions(

@@ -144,6 +144,8 @@ class _Comparison:
             return self._quantities(a, b)
         if isinstance(a, Colon) or isinstance(b, Colon):
             return self._colons(a, b)
+        if isinstance(a, Based) and a.base == 10 and not isinstance(b, Based):
+            return self(Quantity(Fraction(int(a.digits))), b)
         if isinstance(b, Based):  # a base may be missing where one was expected
             return isinstance(a, Quantity) and str(a.value) == b.digits
         if isinstance(a, Date) and isinstance(b, Date):

@@ -32,7 +32,7 @@ _FORMULA = re.compile(r"(?<!\\)\$((?:\\.|[^$\\])+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]
 _MARK = re.compile(r"(^[ \t]*)?#{4,}[ \t]*(.*)", re.MULTILINE)
 _STATED = re.compile(
     r"(?:^|[.\n]|final answer:) *(?:so,? |thus,? |therefore,? )?(?:the )?"
-    r"(?:final |correct |right )?(?:answer|option|choice) is:?"
+    r"(?:final |correct |right |best )?(?:answer|option|choice) is:?"
     r"\s+([^\n]{1,200}?)"
     r"(?:\.?\s*I hope it is correct)?\.?\s*$",
     re.IGNORECASE,

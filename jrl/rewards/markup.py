@@ -67,6 +67,7 @@ _MARKS = [
     (r"\\varnothing|\u2205", r"\\emptyset "),
     (r"(?<![a-zA-Z\\])infinity(?![a-zA-Z])", r"\\infty "),
     (r"(?<![a-zA-Z\\])pi(?![a-zA-Z])", r"\\pi "),
+    (r"\\log\s?_\s?(?:\{\s?e\s?\}|e(?![a-zA-Z]))", r"\\ln "),
     (r"\\?(?<![a-zA-Z])sqrt\s?\(([^()]*)\)", r"\\sqrt{\1}"),
     (rf"\\sqrt\s?(\[\w+\])?\s?({_TOKEN})(?!\.?\d)", r"\\sqrt\1{\2}"),
     (rf"\\frac\s?({_TOKEN})\s?({_TOKEN})", r"\\frac{\1}{\2}"),

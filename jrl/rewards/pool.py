@@ -230,7 +230,10 @@ class RewardPool:
         self, calls: Sequence[_Call], samples: Sequence[Sample], begun: Begun | None = None
     ) -> Generator[tuple[_Call, list[Returned] | Failure]]:
         """Yields each call with its rewards or its Failure, once, in any order."""
-        with_samples = [(each, [samples[i] for i in each.members]) for each in calls]
+        with_samples = [
+            (each, [self._rules[each.name].shown(samples[i]) for i in each.members])
+            for each in calls
+        ]
         if self._workers is None:
             with self._turn:
                 self._prepare()
@@ -306,9 +309,10 @@ class Begun:
         if (workers := self._pool._workers) is None:
             return
         for name, function in self._pool.functions.items():
-            if _over(function) != "sample" or not self._pool._rules[name].asks(sample):
+            rules = self._pool._rules[name]
+            if _over(function) != "sample" or not rules.asks(sample):
                 continue
-            message = pickled_call(name, [sample])
+            message = pickled_call(name, [rules.shown(sample)])
             if not isinstance(message, Failure):
                 self._jobs[message] += workers.submit([message])
                 self.calls += 1

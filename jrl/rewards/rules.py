@@ -1,19 +1,25 @@
-"""Transformations of a reward part's numbers besides its weight: keys of ``[rewards.NAME]``.
+"""What a reward part's function is asked about, and how its numbers are read.
+
+These are keys of ``[rewards.NAME]``.
 
     range = [0, 1]                # another number is an error of the function
     missing = "zero"              # of None, no opinion: 0 points
     where = {data_source = "math"}    # asked for these rows alone
     by_token = true               # may be a list of numbers, one for each token
+    with_prompt = true            # the function reads the prompt before the completion
 
 Imports no JAX.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from jrl.rewards.base import Returned, Sample
 from jrl.rewards.call import Failure
@@ -32,6 +38,7 @@ class Rules(NamedTuple):
       where: column of the data -> the value, or the values, of the rows that the function is asked
         about; {} for all. Of other rows it has no opinion.
       by_token: the weight of the part, if it may give a number for each token; else None.
+      with_prompt: whether the function's completion begins with the text of the prompt.
     """
 
     missing: Missing = "none"
@@ -39,6 +46,7 @@ class Rules(NamedTuple):
     high: float = math.inf
     where: Mapping[str, Any] = MappingProxyType({})
     by_token: float | None = None
+    with_prompt: bool = False
 
     def asks(self, sample: Sample) -> bool:
         """Whether the function is asked about a sample."""
@@ -47,6 +55,14 @@ class Rules(NamedTuple):
     def asks_row(self, meta: Mapping[str, Any]) -> bool:
         """Whether the function is asked about the samples of a row, by its columns."""
         return all(_fits(meta.get(name), allowed) for name, allowed in self.where.items())
+
+    def shown(self, sample: Sample) -> Sample:
+        """The sample as the function is called with it."""
+        if not self.with_prompt:
+            return sample
+        text = sample.prompt.text
+        ends = np.asarray(sample.ends) + len(text) if len(sample.ends) else ()
+        return dataclasses.replace(sample, completion=text + sample.completion, ends=ends)
 
     def check(self, points: list[Returned], samples: Sequence[Sample]) -> list[Returned] | Failure:
         """The points, or a Failure that names the first sample whose points cannot be read.

@@ -174,6 +174,10 @@ def _check_keys(name: str, table: RewardTable) -> None:
             f"{key}.over = {table.over!r}: functions of the library know what they are called with"
             "; remove it"
         )
+    if table.with_prompt and ":" not in function_of(name, table):
+        raise UserError(
+            f"{key}.with_prompt = true: only functions of your own read the prompt there; remove it"
+        )
     if table.combine is None and table.of:
         choices = ", ".join(COMBINATORS)
         raise UserError(f"{key}.of = {table.of} without {key}.combine; set it to one of {choices}")
@@ -311,7 +315,7 @@ def reward_pool(config: Config) -> RewardPool:
             functions[name].over = table.over
         low, high = table.range or (-math.inf, math.inf)
         paid = parts.weights[name] if table.by_token else None
-        rules[name] = Rules(table.missing, low, high, table.where, paid)
+        rules[name] = Rules(table.missing, low, high, table.where, paid, table.with_prompt)
     mistakes.check()
     return RewardPool(
         functions,

@@ -2,13 +2,14 @@
 
 import pathlib
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from judge_server import judge_server
 
-from jrl.collect.reward_stages import JudgedParts, judge_stage
-from jrl.collect.sources import divided, simple_request
+from jrl.collect.reward_stages import JudgedParts, judge_stage, judged_parts
+from jrl.collect.sources import Groups, divided, simple_request
 from jrl.collect.sources_text import TextSource
 from jrl.config import load_config
 from jrl.errors import UserError
@@ -162,3 +163,45 @@ def test_parts_that_nobody_samples_are_said():
     keys = ["data.train=x.jsonl", "model.path=x", "train.prompts=6", "sampling.draws=4"]
     with pytest.raises(UserError, match=r"train.prompts = 6 cannot be sampled in sampling.draws"):
         load_config(None, keys)
+
+
+class Model:
+    """A reward model that notes when it reads."""
+
+    by = "completion"
+
+    def __init__(self, notes):
+        self.notes = notes
+
+    def __call__(self, rollout):
+        self.notes.append("model")
+        return np.ones(rollout.stop.shape, np.float32)
+
+
+def test_models_read_before_anybody_waits_for_functions():
+    """Those that began as rows ended continue in their processes meanwhile."""
+    notes = []
+    program = sampled(lambda: True)
+    ids, lengths = np.zeros((N, 1), np.int32), np.ones(N, np.int32)
+    rollout, _ = program(None, None, ids, lengths, None, 0, np.arange(N), None)
+    groups = Groups(rollout, np.zeros((N, G, 0), np.float32), PROMPTS, {}, {})
+    source = SimpleNamespace(draw=lambda request: groups, parts=())
+    parts = {"function": ["said"], "model": ["model"]}
+    rewards = SimpleNamespace(
+        given_by=lambda kind: parts.get(kind, []),
+        models={"model": Model(notes)},
+        text_models={},
+        combined=(),
+        weights={"said": 1.0, "model": 1.0},
+    )
+    run = SimpleNamespace(
+        rewards=rewards,
+        tokenizer=TOKENIZER,
+        config=SimpleNamespace(train=SimpleNamespace(steps=1)),
+        kind=SimpleNamespace(task=None),
+    )
+    said = {"said": lambda samples: notes.append("said") or [2.0]}
+    with RewardPool(said, workers=0, timeout_seconds=1.0) as pool:
+        drawn = judged_parts(run, source, pool).draw(SimpleNamespace(step=0))
+    assert notes == ["model", *["said"] * (N * G)]
+    np.testing.assert_array_equal(drawn.rewards, np.tile(np.float32([2.0, 1.0]), (N, G, 1)))

@@ -16,6 +16,7 @@ from jrl.rewards import Sample, make_reward
 from jrl.rewards.call import call
 from jrl.rewards.columns import adapted, check_columns, form_of
 from jrl.rewards.pool import RewardPool
+from jrl.rewards.rules import Rules
 from jrl.setup.reward_parts import parts_of, reward_pool
 from jrl.user_code import python_values
 
@@ -152,7 +153,7 @@ def test_options_of_a_function_of_columns_are_its_arguments(tmp_path):
 
 
 def verl(data_source, solution_str, ground_truth, extra_info=None):
-    assert (data_source, extra_info) == ("gsm8k", {"split": "train"})
+    assert (data_source, extra_info["split"]) == ("gsm8k", "train")
     return {"score": float(solution_str == ground_truth), "length": 3}
 
 
@@ -176,6 +177,19 @@ def test_a_function_of_verl_is_asked_for_each_solution():
     ]
     assert adapted(verl)(samples) == [1.0, 0.0]
     check_columns(verl, (), "r")
+
+
+def by_turns(solution_str, ground_truth, extra_info):
+    assert extra_info["rollout_reward_scores"] == {}
+    return extra_info["num_turns"]
+
+
+def test_verls_function_knows_the_turns():
+    """As verl counts: the prompt, each turn of the policy, and what came between two of them."""
+    roles = "assistant tool tool assistant".split()
+    episode = tuple({"role": role, "content": "4"} for role in roles)
+    assert adapted(by_turns)([SAMPLES[0]]) == [2]
+    assert adapted(by_turns)([dataclasses.replace(SAMPLES[0], messages=episode)]) == [4]
 
 
 def test_an_async_function_and_one_that_reads_the_step():
@@ -321,6 +335,26 @@ def test_a_function_may_be_called_with_all_samples_of_a_step(tmp_path):
             assert pool.scores(samples, group=1).points[:, 0].tolist() == points
     with pytest.raises(UserError, match=r"rewards\.math\.over"):
         parts_of(load_config(None, ["data.train=rows.jsonl", "rewards={math={over='batch'}}"]))
+
+
+def after_the_header(solution_str, ground_truth):
+    """As in TinyZero and Search-R1: 0 without the prompt's words before the completion."""
+    _, header, answer = solution_str.partition("2+2?")
+    return float(bool(header) and answer == ground_truth)
+
+
+def test_a_function_may_read_the_prompt_before_the_completion(tmp_path):
+    (tmp_path / "script.py").write_text(inspect.getsource(after_the_header))
+    name = f"function={json.dumps(f'{tmp_path}/script.py:after_the_header')}"
+    for more, points in (("", [0, 0]), ("with_prompt=true, ", [1, 0])):
+        keys = ["data.train=rows.jsonl", f"rewards={{of={{{more}{name}}}}}"]
+        with reward_pool(load_config(None, [*keys, "reward_pool.workers=0"])) as pool:
+            assert pool.scores(SAMPLES).points[:, 0].tolist() == points
+    by_token = dataclasses.replace(SAMPLES[0], ends=np.array([1, 1]))
+    shown = Rules(with_prompt=True).shown(by_token)
+    assert shown.completion[: shown.ends[0]] == "2+2?4"
+    with pytest.raises(UserError, match=r"rewards\.math\.with_prompt = true: only functions of"):
+        parts_of(load_config(None, ["data.train=rows.jsonl", "rewards={math={with_prompt=true}}"]))
 
 
 def test_a_function_of_verifiers_is_asked_for_each_completion():

@@ -35,12 +35,16 @@ CASES = [
     ("gate", {}, [0.5, 0.0, NAN, NAN]),
     ("gate", {"least": 0.0, "otherwise": -1.0}, [0.5, 2.0, NAN, NAN]),
     ("veto", {"below": 0.5, "points": -1.0}, [0.5, -1.0, 0.25, NAN]),
+    ("veto", {"below": 1.0, "points": -1.0}, [0.5, -1.0, 0.25, NAN]),  # 1 is not below it
     ("sequence", {}, [1.5, 0.0, 0.25, NAN]),
+    ("sequence", {"weights": [2.0, 1.0]}, [2.5, 0.0, 0.25, NAN]),
     ("clip", {"low": 0.3, "high": 1.6}, [1.5, 1.6, 0.3, NAN]),
     ("threshold", {"least": 1.0}, [1.0, 1.0, 0.0, NAN]),
+    ("threshold", {"least": 1.5}, [1.0, 1.0, 0.0, NAN]),
     ("first", {}, [1.0, 0.0, 0.25, NAN]),
     ("saturate", {"limit": 2.0}, [*(2 * np.tanh([0.75, 1.0, 0.125])), NAN]),
     ("rank", {}, [0.5, 1.0, 0.0, NAN]),
+    ("rank", {"weights": [1.5, 1.0]}, [0.75, 0.75, 0.0, NAN]),  # equals: half a win
     ("bounded", {"weights": [1.0, -1.0]}, [*(1 / (1 + np.exp([-0.5, 2.0]))), NAN, NAN]),
 ]
 

@@ -534,7 +534,8 @@ def test_speed_is_time_saved_beside_the_row_s_program(monkeypatch):
     def judge(program, tests, language, limits):
         assert len(tests.cases) == 6  # two tests, three times
         passed = [True, program != "half"] * 3
-        return Verdicts(passed, [], seconds=tuple(spent.get(program, [0.1] * 6)))
+        notes = ["ok ''"] * 6 if program != "cut" else ["ok ''", "timeout ''"]
+        return Verdicts(passed, notes, seconds=tuple(spent.get(program, [0.1] * 6)))
 
     monkeypatch.setattr(speed, "judge", judge)
     columns = {"input": "slow", "answer": {"inputs": ["1", "2"], "outputs": ["1", "2"]}}
@@ -545,6 +546,7 @@ def test_speed_is_time_saved_beside_the_row_s_program(monkeypatch):
     assert mine == pytest.approx([1 + saved, 1.0, 1.0, 0.5])
     (near,) = points("code_speed", sample("near", **columns), least=0.01)
     assert near == pytest.approx(1.05)
+    assert points("code_speed", sample("fast", **(columns | {"input": "cut"}))) == [None]
     with pytest.raises(UserError, match="prompt 0 has no program in 'src'"):
         points("code_speed", sample("fast", **columns), slow="src")
     with pytest.raises(UserError, match="its program in 'input' passes 3 of 6 runs"):

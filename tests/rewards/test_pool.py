@@ -160,7 +160,7 @@ def test_calls_begin_before_all_samples_are_there_and_are_not_made_again(tmp_pat
         "alone": judge("write_note", file=str(alone)),
         "group": judge("noted_group", file=str(together)),
     }
-    rules = {"alone": Rules(high=8)}
+    rules = {"alone": Rules(high=10, with_prompt=True)}
     limits = {"workers": 1, "timeout_seconds": 20.0, "on_error": "none"}
     samples = samples_of("a", "bb", "bb", "c" * 9, ids=[4, 4, 4, 4])
     with RewardPool(functions, rules=rules, **limits) as pool:
@@ -170,13 +170,13 @@ def test_calls_begin_before_all_samples_are_there_and_are_not_made_again(tmp_pat
             for sample in (samples[3], samples[1], samples_of("gone")[0]):
                 calls.submit(sample)
             # they run while nobody asks for them
-            assert lines_of(alone, 3) == ["bb", "c" * 9, "gone"]
+            assert lines_of(alone, 3) == ["0?gone", "4?bb", "4?" + "c" * 9]
             assert not together.exists()  # a group is called when it is there
             scores = pool.scores(samples, group=4, begun=calls)
         np.testing.assert_array_equal(scores.points, expected.points)
         assert scores.counts == expected.counts
         # equal samples have a call each, and what began is not called again
-        assert lines_of(alone, 5) == ["a", "bb", "bb", "c" * 9, "gone"]
+        assert lines_of(alone, 5) == ["0?gone", "4?a", "4?bb", "4?bb", "4?" + "c" * 9]
         assert lines_of(together, 1) == ["a"]
     with RewardPool(functions, **limits | {"workers": 0}) as pool, pool.begin() as calls:
         calls.submit(samples[0])

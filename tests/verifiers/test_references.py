@@ -218,3 +218,27 @@ def test_a_row_without_a_slow_program_is_named():
     data = prompts(doubled(RIGHT))
     with pytest.raises(UserError, match=r"row 1: .*has no program in 'input'; name the column"):
         check_references(config("{code_speed={}}"), data)
+
+
+@pytest.mark.parametrize("part", ["code={}", "code_speed={repeats=1}"])
+def test_a_busy_machine_makes_no_solution_wrong(part, monkeypatch):
+    """A program that ran out of time runs again with more, and has its limits in processor time."""
+    data, ran = prompts(doubled(RIGHT) | {"input": RIGHT}), []
+
+    def judge(program, tests, language, testing, **_):
+        ran.append(testing.total_seconds)
+        if len(ran) == 1:
+            return programs.Verdicts([True, False], ["ok ''", "timeout ''"], seconds=(0.1, 0.2))
+        return programs.Verdicts([True] * 2, ["ok ''"] * 2, seconds=(0.1, used))
+
+    monkeypatch.setattr(programs, "judge", judge)
+    for used, complains in ((5.0, True), (0.2, False)):  # limits of a test: 4 s
+        ran.clear()
+        try:
+            check_references(config("{" + part + "}"), data)
+        except UserError as error:
+            assert complains, error
+        else:
+            assert not complains
+        assert len(ran) == 2
+        assert ran[1] == 4 * ran[0]

@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jrl.errors import UserError
-from jrl.rewards.base import Sample, defaults_of, options_of
+from jrl.rewards.base import Points, Sample, defaults_of, options_of
 from jrl.verifiers.code import (
     Testing,
     Verdicts,
     code,
+    is_cut_short,
     judge,
+    judge_solution,
     last_block,
     task_of,
     testing_of,
     whole_program,
 )
-from jrl.verifiers.code_tests import Tests
 from jrl.verifiers.references import Reference
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def code_speed(
     repeats: int = 3,
     least: float = 0.1,
     **options: Any,
-) -> list[float]:
+) -> list[Points]:
     """Programs by their tests, and by their speed beside the slow program of their row.
 
     PerfRL, "Leveraging Reinforcement Learning and Large Language Models for Code Optimization"
@@ -48,6 +49,7 @@ def code_speed(
     optimised from a tenth on. Departures: the paper's numbers for eq and perf could not be found;
     of rewards RRHF reads the order alone. Time is measured, each test's least of ``repeats`` runs,
     so it is not the same in two runs; both programs run in the same sandbox, one after the other.
+    Where the slow one has no time, as on a busy machine, there is no opinion.
 
     Args:
       samples: what to judge; the program is the last fenced block, or all of the completion.
@@ -59,14 +61,14 @@ def code_speed(
         ``check_rows`` rows are tested before training begins.
 
     Raises:
-      UserError: a row without a slow program, or with one that fails its tests.
+      UserError: a row without a slow program, or with one whose output is wrong.
     """
     code([], **options)  # says what is wrong
     if repeats < 1 or not 0 <= least <= 1:
         raise UserError(
             f"rewards.code_speed: repeats = {repeats} must be at least 1, least = {least} in [0, 1]"
         )
-    points, testing = [], testing_of(options)
+    points, testing = list[Points](), testing_of(options)
     for sample in samples:
         name, tests = task_of(sample.prompt, testing)
         program = whole_program(last_block(sample.completion), sample.prompt)
@@ -74,7 +76,11 @@ def code_speed(
         verdicts = judge(program, often, name, testing)
         share = sum(verdicts.passed) / len(verdicts.passed)
         if share == 1:
-            before = _slow(sample, slow, often, name, testing)
+            before = judge(_slow_program(sample, slow), often, name, testing)
+            if is_cut_short(before):
+                points.append(None)
+                continue
+            _check_slow(sample, slow, before)
             saved = 1 - _least(verdicts, len(tests.cases)) / _least(before, len(tests.cases))
             share += saved if saved >= least else 0.0
         points.append(share)
@@ -89,7 +95,8 @@ def reference(prompt: Prompt, where: str, options: Mapping[str, Any]) -> Referen
     def complaint() -> str:
         name, tests = task_of(prompt, testing)
         often = tests._replace(cases=list(tests.cases) * chosen["repeats"])
-        _slow(sample, chosen["slow"], often, name, testing)
+        program = _slow_program(sample, chosen["slow"])
+        _check_slow(sample, chosen["slow"], judge_solution(program, often, name, testing))
         return ""
 
     used = chosen["slow"], chosen["repeats"], testing, dict(prompt.meta), prompt.answer
@@ -102,16 +109,22 @@ def _least(verdicts: Verdicts, count: int) -> float:
     return max(sum(each), 1e-9)
 
 
-def _slow(sample: Sample, column: str, tests: Tests, language: str, testing: Testing) -> Verdicts:
-    """Verdicts on the row's own program."""
+def _slow_program(sample: Sample, column: str) -> str:
+    """The row's own program."""
     program = sample.prompt.meta.get(column)
-    row = f"rewards.code_speed: prompt {sample.prompt.id}"
     if not isinstance(program, str) or not program.strip():
-        raise UserError(f"{row} has no program in {column!r}; name the column in slow")
-    verdicts = judge(last_block(program), tests, language, testing)
+        raise UserError(
+            f"rewards.code_speed: prompt {sample.prompt.id} has no program in {column!r}; name the"
+            " column in slow"
+        )
+    return last_block(program)
+
+
+def _check_slow(sample: Sample, column: str, verdicts: Verdicts) -> None:
+    """Raises UserError unless the row's own program passes all of its tests."""
     if not all(verdicts.passed):
         raise UserError(
-            f"{row}: its program in {column!r} passes {sum(verdicts.passed)} of"
-            f" {len(verdicts.passed)} runs of its tests; raise total_seconds, or leave the row out"
+            f"rewards.code_speed: prompt {sample.prompt.id}: its program in {column!r} passes"
+            f" {sum(verdicts.passed)} of {len(verdicts.passed)} runs of its tests; raise"
+            " total_seconds, or leave the row out"
         )
-    return verdicts
