@@ -143,7 +143,7 @@ def explain(item: Mapping[str, Any]) -> str:
     return f"{key} = {value!r}; {problem.format(**context)}"
 
 
-def _wrong_kind(key: Key, value: object, kind_name: str) -> str:
+def _wrong_kind(key: Key, value: object, kind_name: str | None) -> str:
     """The error for a key of another kind of its table."""
     if key.name in key.only:
         return f"{key.name} = {value!r} and {kind_name} are both given; remove one"
