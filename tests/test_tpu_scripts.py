@@ -28,7 +28,13 @@ def script(name, *args, ok=True, **env):
         capture_output=True,
         text=True,
         timeout=60,
-        env={**os.environ, "ZONE": "", "PROJECT": "", **env},
+        env={
+            **os.environ,
+            "ZONE": "",
+            "PROJECT": "",
+            "JRL": "true",
+            **env,
+        },  # no configuration is read
     )
     assert (done.returncode == 0) == ok, done.stderr
     return done.stdout if ok else done.stderr
@@ -231,6 +237,19 @@ def test_what_is_missing_is_named():
     assert "nothing to run" in script("launch.sh", "--zone", "z", ok=False)
     assert "unknown option --nome" in script("status.sh", "--nome", "x", ok=False)
     assert "topology v9:1x1" in script("create.sh", "--zone", "z", "--topology", "v9:1x1", ok=False)
+
+
+def test_a_mistake_in_the_configuration_is_found_before_anything_starts(tmp_path):
+    jrl = tmp_path / "jrl"
+    jrl.write_text('#!/usr/bin/env bash\necho "jrl: error: $*" >&2\nexit 1\n')
+    jrl.chmod(0o755)
+    words = ("--", "configs/pod_8b_v6e.toml", "train.stepps=3")
+    for name in ("launch.sh", "slurm.sh"):
+        said = script(name, "--dry-run", "--zone", "z", *words, ok=False, JRL=str(jrl))
+        assert re.fullmatch(r"jrl: error: show-config \S+pod_8b_v6e.toml train.stepps=3\n", said)
+    said = script("gke.sh", *GKE, "--image", "i", *words, ok=False, JRL=str(jrl))
+    assert said.startswith("jrl: error: show-config")
+    script("launch.sh", "--dry-run", "--zone", "z", "--", "/of/the/hosts.toml", JRL=str(jrl))
 
 
 def test_local_processes_are_launched_watched_and_stopped(tmp_path):

@@ -47,6 +47,14 @@ options() {
   done
 }
 
+# Ends with what jrl here, if there is one, says against the configuration, before hosts are asked.
+check_config() {
+  local file=$1
+  [ -f "$file" ] || file=$(dirname "${BASH_SOURCE[0]}")/../$1
+  { [ -f "$file" ] && command -v "${JRL:-jrl}" > /dev/null; } || return 0
+  "${JRL:-jrl}" show-config "$file" "${@:2}" > /dev/null || exit 2
+}
+
 # Runs a command, or prints it as it would be typed.
 run() {
   if [ -n "$DRY" ]; then printf '%q ' "$@"; echo; else "$@"; fi

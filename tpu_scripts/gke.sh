@@ -38,6 +38,7 @@ if [ -z "$IMAGE" ]; then
   IMAGE+=:$(git -C "$ROOT" rev-parse --short=12 HEAD 2>/dev/null || echo latest)
 fi
 [ ${#REST[@]} -gt 0 ] || fail "nothing to run; write -- CONFIG KEY=VALUE ... at the end"
+check_config "${REST[@]}"
 if [ -n "$BUILD" ]; then
   run docker build -f "$ROOT/tpu_scripts/Dockerfile" -t "$IMAGE" "$ROOT"
   run docker push "$IMAGE"

@@ -9,6 +9,7 @@
 . "$(dirname "$0")/common.sh"
 parse "$@"
 [ ${#REST[@]} -gt 0 ] || fail "nothing to run; write -- CONFIG KEY=VALUE ... at the end"
+check_config "${REST[@]}"
 if [ -n "$LOCAL" ]; then
   # The coordinator is process 0 on this machine; hosts of a TPU ask the cluster instead.
   jrl=${JRL:-jrl}

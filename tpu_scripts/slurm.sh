@@ -21,6 +21,7 @@ while [ $# -gt 0 ]; do
 done
 parse ${others[@]+"${others[@]}"}
 [ ${#REST[@]} -gt 0 ] || fail "nothing to run; write -- CONFIG KEY=VALUE ... at the end"
+check_config "${REST[@]}"
 line=$(printf '%q ' "${REST[@]}")
 args=("--job-name=$NAME" "--nodes=$NODES" --ntasks-per-node=1 "--gpus-per-node=$GPUS")
 args+=("--time=$TIME" --signal=TERM@300 --output=%x-%j.log --requeue)

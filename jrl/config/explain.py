@@ -143,7 +143,7 @@ def explain(item: Mapping[str, Any]) -> str:
     return f"{key} = {value!r}; {problem.format(**context)}"
 
 
-def _wrong_kind(key: Key, value: object, kind_name: str) -> str:
+def _wrong_kind(key: Key, value: object, kind_name: str | None) -> str:
     """The error for a key of another kind of its table."""
     if key.name in key.only:
         return f"{key.name} = {value!r} and {kind_name} are both given; remove one"
@@ -159,6 +159,21 @@ def of_other_kinds(config: Config) -> list[str]:
     return [_wrong_kind(keys[name], v, kind) for name, v in options.items() if name in keys]
 
 
+def not_removable(path: Sequence[str]) -> str:
+    """The error for ``KEY=`` where the key is not set; empty for keys that may be set or not."""
+    keys, key = {each.name: each.kind for each in describe()}, ".".join(path)
+    if any("." in part for part in path):
+        return f'"{key}"= removes nothing: quotes make one name of it; write it without them'
+    if key in keys or key in {name.partition(".")[0] for name in keys}:
+        return ""
+    if key in RENAMED:
+        return f"{key} is no longer a key; {RENAMED[key]}"
+    for length in range(1, len(path)):
+        if "table" in keys.get(table := ".".join(path[:length]), ""):  # of keys of one's own
+            return f"{key}= removes nothing: [{table}] has no such key here"
+    return _unknown_key(key, {}, None)
+
+
 def _text_of(key: str) -> str:
     return next((item.text for item in describe() if item.name == key), "give it")
 
@@ -170,8 +185,11 @@ def _near(table: str, name: str, inside: Sequence[str]) -> str:
     return f"keys of [{table}] are {', '.join(inside)}"
 
 
-def _unknown_key(key: str, value: Any, kind_name: str) -> str:
-    """The error for an unknown key, or one of another kind of table, with the nearest valid one."""
+def _unknown_key(key: str, value: Any, kind_name: str | None) -> str:
+    """The error for an unknown key, or one of another kind of table, with the nearest valid one.
+
+    A kind of None stands for every kind of the table.
+    """
     keys = describe()
     names = [each.name for each in keys]
     for each in keys:
@@ -186,7 +204,9 @@ def _unknown_key(key: str, value: Any, kind_name: str) -> str:
     }
     table, _, last = key.rpartition(".")
     siblings = [
-        k for k in keys if k.name.startswith(f"{table}.") and (not k.only or kind_name in k.only)
+        k
+        for k in keys
+        if k.name.startswith(f"{table}.") and (not k.only or kind_name in (*k.only, None))
     ]
     inside = [each.name.rpartition(".")[2] for each in siblings]
     if table.startswith("watch."):

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from jrl.config.explain import explain_all, of_other_kinds, without_renamed
+from jrl.config.explain import explain_all, not_removable, of_other_kinds, without_renamed
 from jrl.config.numbers import beyond_32_bits, unwritable
 from jrl.config.tables import Config
 from jrl.config.write import as_tree
@@ -31,7 +31,8 @@ def load_config(
 ) -> Config:
     """Reads a TOML file, applies ``a.b=value`` overrides, and checks the result.
 
-    A value is read as TOML; a bare word is text; nothing after the ``=`` removes the key.
+    A value is read as TOML; a bare word is text; nothing after the ``=`` removes the key,
+    which must be set, or be a key of the configuration.
 
     Args:
       path: the TOML file, its tables as nested dicts, or None to start from the defaults.
@@ -151,15 +152,26 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     while isinstance(parsed, dict):
         ((part, parsed),) = parsed.items()
         path.append(part)
+    if not text.strip():
+        _remove(tree, path)
+        return
     node = tree
     for depth, part in enumerate(path[:-1], 1):
         node = node.setdefault(part, {})
         if not isinstance(node, dict):
             raise UserError(f"override {override!r}; {'.'.join(path[:depth])} is not a table")
-    if text.strip():
-        node[path[-1]] = _parse_value(name, text.strip())
-    else:
-        node.pop(path[-1], None)
+    node[path[-1]] = _parse_value(name, text.strip())
+
+
+def _remove(tree: dict[str, Any], path: Sequence[str]) -> None:
+    """Takes a key out of nested dicts; one that is not there must be a key of the configuration."""
+    node: Any = tree
+    for part in path[:-1]:
+        node = node.get(part) if isinstance(node, dict) else None
+    if isinstance(node, dict) and path[-1] in node:
+        del node[path[-1]]
+    elif problem := not_removable(path):
+        raise UserError(problem)
 
 
 def _parse_value(name: str, text: str) -> Any:

@@ -1,4 +1,4 @@
-"""The HTTP endpoints of OpenAI's API: completions and chat completions, complete or streamed.
+"""The HTTP endpoints of OpenAI's API: completions, chats and responses, complete or streamed.
 
 They need the extra ``serve`` (starlette and uvicorn). Requests are checked before any device work,
 wait in a bounded queue, and end when their client disconnects. With an API key, all but /health
@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import hmac
+import itertools
 import json
 import time
 import uuid
@@ -27,6 +28,7 @@ from jrl.sampling.text import longest_text
 from jrl.serving.api_error import ApiError, Json
 from jrl.serving.openai_replies import ReplyChoice, reply_head, usage
 from jrl.serving.openai_requests import ApiRequest, no_such_model, parse
+from jrl.serving.openai_responses import Items, chat_body, renamed
 from jrl.serving.record import Recorder, read_reward, session_name
 from jrl.serving.worker import EngineWorker, Handle
 from jrl.system.json_text import TwoValues, one_value_each
@@ -245,9 +247,17 @@ class Service:
         """POST /v1/chat/completions."""
         return await self._complete(request, chat=True)
 
-    async def _complete(self, request: Request, chat: bool) -> Response:
+    async def responses(self, request: Request) -> Response:
+        """POST /v1/responses: a chat completion in other words."""
+        try:
+            return await self._complete(request, chat=True, as_items=True)
+        except ApiError as error:
+            raise renamed(error) from None
+
+    async def _complete(self, request: Request, chat: bool, as_items: bool = False) -> Response:
         self.check_key(request)
-        body = await _read(request, self.max_bytes)
+        asked = await _read(request, self.max_bytes)
+        body = chat_body(asked) if as_items else asked
         # In a thread, as long prompts take a while to tokenize and other streams must not wait.
         api_request = await asyncio.to_thread(
             parse,
@@ -271,16 +281,26 @@ class Service:
                 self.recorder.completed, place, api_request, head["id"]
             )
             head["session_id"] = place.session
+        items = Items(asked, head) if as_items else None
         with contextlib.ExitStack() as stack:
             job = stack.enter_context(self.job(api_request, on_completed))
             # For a log of requests, which reads it when the reply has ended.
             request.scope["jrl.tokens"] = functools.partial(usage, api_request, job.choices)
             if stream:
-                return _stream(job, head, stack.pop_all())
+                lines: Lines = (
+                    functools.partial(_events, job, items)
+                    if items is not None
+                    else functools.partial(_chunks, job, head)
+                )
+                return _stream(lines, stack.pop_all())
             async with _gone(request.receive) as disconnected:
                 async for _ in job.pieces(disconnected):
                     pass
             choices = [choice.finished() for choice in job.choices]
+        if items is not None:
+            for _ in items.add(choices[0]):
+                pass
+            return _reply(items.end(usage(api_request, job.choices))["response"])
         return _reply(head | {"choices": choices, "usage": usage(api_request, job.choices)})
 
     async def reward(self, request: Request) -> Response:
@@ -312,7 +332,9 @@ def application(service: Service) -> Starlette:
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {error.detail}"
         if request.url.path.startswith("/v1/") and error.status_code == 404:
-            message += "; this server has POST /v1/chat/completions and POST /v1/completions"
+            message += (
+                "; this server has POST /v1/chat/completions, /v1/completions and /v1/responses"
+            )
         return _reply(ApiError(message, status=error.status_code).body(), error.status_code)
 
     async def fault(request: Request, error: Exception) -> Response:
@@ -326,6 +348,7 @@ def application(service: Service) -> Starlette:
             Route("/v1/models/{name:path}", service.model),
             Route("/v1/completions", service.completions, methods=["POST"]),
             Route("/v1/chat/completions", service.chat_completions, methods=["POST"]),
+            Route("/v1/responses", service.responses, methods=["POST"]),
             Route("/v1/sessions/{name:path}/reward", service.reward, methods=["POST"]),
         ],
         exception_handlers={ApiError: refuse, HTTPException: no_route, Exception: fault},
@@ -396,30 +419,61 @@ async def _gone(receive: Callable[[], Any]) -> AsyncIterator[asyncio.Future[None
         task.cancel()
 
 
-def _stream(job: Job, head: Json, stack: contextlib.ExitStack) -> Response:
-    """The reply in pieces, as server-sent events; closes ``stack`` when it ends."""
-    from starlette.responses import Response
+Lines = Callable[[asyncio.Future[None]], AsyncIterator[str]]
+"""The server-sent events of a reply, given what is done when the client disconnects."""
 
+
+async def _chunks(job: Job, head: Json, disconnected: asyncio.Future[None]) -> AsyncIterator[str]:
+    """A completion's: pieces that begin with ``head``."""
     request = job.request
-
     if request.usage:  # as OpenAI's: null in all pieces but the last
         head = head | {"usage": None}
-
-    async def events(disconnected: asyncio.Future[None]) -> AsyncIterator[Json]:
-        if request.chat:
-            for i in range(len(job.choices)):
-                delta = {"role": "assistant", "content": ""}
-                first = {"index": i, "delta": delta, "finish_reason": None, "logprobs": None}
-                yield head | {"choices": [first]}
-        try:
-            async for piece in job.pieces(disconnected):
-                yield head | {"choices": [piece]}
-        except Exception as error:
-            api_error = error if isinstance(error, ApiError) else ApiError(str(error), status=500)
-            yield api_error.body()
-            return
+    if request.chat:
+        for i in range(len(job.choices)):
+            delta = {"role": "assistant", "content": ""}
+            first = {"index": i, "delta": delta, "finish_reason": None, "logprobs": None}
+            yield _line(head | {"choices": [first]})
+    try:
+        async for piece in job.pieces(disconnected):
+            yield _line(head | {"choices": [piece]})
+    except Exception as error:
+        yield _line(_failed(error))
+    else:
         if request.usage:
-            yield head | {"choices": [], "usage": usage(request, job.choices)}
+            yield _line(head | {"choices": [], "usage": usage(request, job.choices)})
+    yield "data: [DONE]\n\n"
+
+
+async def _events(job: Job, items: Items, disconnected: asyncio.Future[None]) -> AsyncIterator[str]:
+    """A response's: numbered, each with its type."""
+    number = itertools.count()
+
+    def line(event: Json) -> str:
+        return f"event: {event['type']}\n" + _line({**event, "sequence_number": next(number)})
+
+    for event in items.begin():
+        yield line(event)
+    try:
+        async for piece in job.pieces(disconnected):
+            for event in items.add(piece):
+                yield line(event)
+    except Exception as error:
+        yield line({"type": "error", **_failed(error)})
+    else:
+        yield line(items.end(usage(job.request, job.choices)))
+
+
+def _failed(error: Exception) -> Json:
+    return (error if isinstance(error, ApiError) else ApiError(str(error), status=500)).body()
+
+
+def _line(data: Json) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def _stream(lines: Lines, stack: contextlib.ExitStack) -> Response:
+    """The reply in pieces, as server-sent events; closes ``stack`` when it ends."""
+    from starlette.responses import Response
 
     class Events(Response):
         async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -428,10 +482,9 @@ def _stream(job: Job, head: Json, stack: contextlib.ExitStack) -> Response:
             with stack:
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 async with _gone(receive) as disconnected:
-                    async for event in events(disconnected):
-                        data = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
-                        await send(_body(f"data: {data}\n\n".encode(), True))
-                await send(_body(b"data: [DONE]\n\n", False))
+                    async for line in lines(disconnected):
+                        await send(_body(line.encode(), True))
+                await send(_body(b"", False))
 
     return Events()
 

@@ -93,6 +93,25 @@ def test_an_empty_value_removes_the_key(tmp_path):
     assert config.train.steps == build_config({}).train.steps
 
 
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("train.stepps=", "unknown key train.stepps; did you mean train.steps?"),
+        ("model.pth= ", "unknown key model.pth; did you mean model.path?"),
+        ("sampling.chunk=", "sampling.chunk is no longer a key"),
+        ("rewards.exct=", "rewards.exct= removes nothing: [rewards] has no such key here"),
+        ('"train.steps"=', "write it without them"),
+    ],
+)
+def test_an_empty_value_removes_no_key_that_is_not_there(override, text):
+    assert text in fails(["data.train=x.jsonl", override])
+
+
+def test_an_empty_value_makes_no_table():
+    overrides = ["data.train=x.jsonl", "placement.staleness=", "value="]
+    assert load_config(None, overrides) == load_config(None, overrides[:1])
+
+
 @pytest.mark.parametrize("override", ["train.steps", "=3", "a b=1", "train..steps=1", ""])
 def test_what_is_no_override_is_refused(override):
     assert "write table.key=value" in fails([override])

@@ -570,7 +570,7 @@ def test_a_reply_says_what_its_logprobs_are_of(client):
 
 
 def test_unknown_paths_and_verbs(client, server):
-    status, reply = post(server, FINE, "/v1/responses")
+    status, reply = post(server, FINE, "/v1/embeddings")
     assert status == 404
     assert "this server has POST /v1/chat/completions" in reply["error"]["message"]
     assert post(server, FINE, "/v1/models")[0] == 405

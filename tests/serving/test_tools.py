@@ -1,4 +1,4 @@
-"""Tools in chat completions, by OpenAI's own client, over an engine that says what it is told."""
+"""Tools in chat completions and responses, by OpenAI's client, over a scripted engine."""
 
 import contextlib
 import dataclasses
@@ -18,6 +18,7 @@ from jrl.sampling.request import PartialCompletion, RequestLimits
 from jrl.serving.api_error import ApiError
 from jrl.serving.http import Service
 from jrl.serving.openai_requests import parse
+from jrl.serving.openai_responses import chat_body
 from jrl.serving.openai_tools import Tools, calls_of, tool_parser
 from jrl.serving.record import Recorder
 from jrl.serving.server import HttpServer
@@ -73,7 +74,7 @@ class Silent(Talker):
 
 
 class Scripted:
-    """Draws these texts, one a request, each ended by a stop token."""
+    """Draws these texts, one a request, each ended by a stop token or the request's limit."""
 
     failure = None
 
@@ -88,8 +89,10 @@ class Scripted:
 
     def _draw(self, text, request, on_update):
         partial = PartialCompletion(0, 0, request, Talker())
-        for token in [*Talker().encode(text), 1]:
-            stop = StopReason.STOP_TOKEN if token == 1 else StopReason.RUNNING
+        tokens = [*Talker().encode(text), 1][: request.max_new_tokens]
+        for i, token in enumerate(tokens, 1):
+            stop = StopReason.LENGTH if i == request.max_new_tokens else StopReason.RUNNING
+            stop = StopReason.STOP_TOKEN if token == 1 else stop
             on_update(0, partial.extend([token], [-0.5], 0, stop, ()))
 
     def abort(self, handle):
@@ -388,3 +391,126 @@ def test_words_before_calls_are_the_content_however_calls_begin():
     for family, text in (("qwen3_coder", body), ("deepseek", begins + one)):
         before, calls = calls_of("I do.\n\n" + text, Tools((DOUBLE,), PARSERS[family]))
         assert (before, len(calls)) == ("I do.", 1)
+
+
+# ---------------------------------------------------------------- POST /v1/responses
+
+FLAT = {"type": "function", "name": "double", "parameters": SCHEMA, "strict": True}
+
+
+def test_a_response_is_the_chat_completion_in_items():
+    with serving("Eight.", "Eight.") as (client, engine):
+        said = client.responses.create(
+            model="m", instructions="Be short.", input="Double 4.", store=False, temperature=0.5
+        )
+        chat = client.chat.completions.create(
+            model="m",
+            messages=[
+                {"role": "system", "content": "Be short."},
+                {"role": "user", "content": "Double 4."},
+            ],
+        )
+    assert engine.prompts[0] == engine.prompts[1]
+    assert said.output_text == chat.choices[0].message.content == "Eight."
+    assert (said.status, said.temperature, said.instructions) == ("completed", 0.5, "Be short.")
+    usage = chat.usage
+    assert said.usage.input_tokens == usage.prompt_tokens
+    assert said.usage.output_tokens == usage.completion_tokens == 7  # with the stop token
+    assert said.usage.total_tokens == usage.total_tokens
+
+
+def test_a_reply_cut_by_its_limit_is_incomplete():
+    with serving("Eight.") as (client, _):
+        said = client.responses.create(model="m", input="Double 4.", max_output_tokens=3)
+    assert (said.status, said.output_text) == ("incomplete", "Eig")
+    assert said.incomplete_details.reason == "max_output_tokens"
+    assert said.output[0].status == "incomplete"
+
+
+def test_calls_and_their_outputs_are_items():
+    with serving(f"I call it.{CALLS}", "8 and 10.") as (client, engine):
+        first = client.responses.create(model="m", input="Double 4 and 5.", tools=[FLAT])
+        words, *calls = first.output
+        assert words.content[0].text == "I call it."
+        assert [(c.name, json.loads(c.arguments)) for c in calls] == [
+            ("double", {"a": 4}),
+            ("double", {"a": 5}),
+        ]
+        outputs = [
+            {"type": "function_call_output", "call_id": c.call_id, "output": str(2 * n)}
+            for c, n in zip(calls, (4, 5), strict=True)
+        ]
+        asked = [{"role": "user", "content": [{"type": "input_text", "text": "Double 4 and 5."}]}]
+        history = [*asked, *(item.model_dump() for item in first.output), *outputs]
+        second = client.responses.create(model="m", input=history, tools=[FLAT])
+    assert second.output_text == "8 and 10."
+    # One message of the assistant, with its words and calls as they were drawn, and two results.
+    offered = engine.prompts[0].removesuffix("Double 4 and 5.\n")
+    results = "".join(HERMES.result(x) + "\n" for x in ("8", "10"))
+    assert engine.prompts[1] == f"{offered}Double 4 and 5.\nI call it.\n{CALLS}{results}"
+
+
+@pytest.mark.parametrize("text", ["Eight and ten.", f"I call it.{CALLS}", CALLS])
+def test_a_stream_of_a_response_ends_with_the_whole(text):
+    request = {"model": "m", "input": "Double 4 and 5.", "tools": [FLAT] if "<" in text else []}
+    with serving(text, text) as (client, _):
+        whole = client.responses.create(**request)
+        with client.responses.stream(**request) as stream:
+            events = list(stream)
+            final = stream.get_final_response()
+    assert [e.sequence_number for e in events] == list(range(len(events)))
+    assert [events[0].type, events[-1].type] == ["response.created", "response.completed"]
+    shown = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+    assert shown == final.output_text == whole.output_text
+    calls = [
+        [(c.name, c.arguments) for c in r.output if c.type == "function_call"]
+        for r in (final, whole)
+    ]
+    assert calls[0] == calls[1]
+    assert len(calls[0]) == (2 if "<" in text else 0)
+    if text == "Eight and ten.":  # as it is drawn
+        assert sum(e.type == "response.output_text.delta" for e in events) > 5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id = 'resp_1' is not supported"),
+        ({"extra_body": {"temprature": 1}}, "unknown parameter 'temprature'"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0] must be an object with"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0] must be of type message"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+        ({"input": []}, "input must be a text or an array"),
+        ({"max_output_tokens": 0}, "max_output_tokens = 0; must be 1 to"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort = 'huge'; choose from"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"top_logprobs": 3}, "top_logprobs = 3 is not supported"),
+    ],
+)
+def test_what_responses_have_no_answer_for_is_named(change, message):
+    with serving() as (client, _), pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(**{"model": "m", "input": "a", **change})
+    assert message in refused.value.body["message"]
+
+
+def test_a_named_function_and_a_thought_are_translated():
+    body = chat_body(
+        {
+            "model": "m",
+            "input": [
+                {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]},
+                {"role": "assistant", "content": [{"type": "output_text", "text": "Yes."}]},
+                {"role": "user", "content": "a"},
+            ],
+            "tools": [FLAT],
+            "tool_choice": {"type": "function", "name": "double"},
+            "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}},
+        }
+    )
+    assert body["messages"] == [
+        {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."},
+        {"role": "user", "content": "a"},
+    ]
+    assert body["tool_choice"] == {"type": "function", "function": {"name": "double"}}
+    shape = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+    assert body["response_format"] == shape
