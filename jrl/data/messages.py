@@ -16,25 +16,22 @@ import numpy as np
 
 from jrl.errors import UserError
 from jrl.models.chat_frames import (
+    ASSISTANT,
+    MESSAGE_FIELDS,
     Frames,
     chat_template,
+    check_fields,
     check_variables,
-    controls_in,
     conversation_ids,
     refuse_controls,
-    spelled_control,
 )
 from jrl.models.file_tokenizer import FileTokenizer
 from jrl.models.tokenizer import Tokenizer
 from jrl.system.json_text import json_or_none
 from jrl.types import NOTHING
 
-ASSISTANT = "assistant"
 _dumps = functools.partial(json.dumps, ensure_ascii=False)
 Messages = list[dict[str, Any]]
-
-MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
-"""Fields of a message that chat templates read."""
 
 
 def read_messages(value: Any, name: str, where: str) -> Messages:
@@ -330,36 +327,6 @@ def _plain_ids(tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]]
     if not isinstance(tokenizer, FileTokenizer) or not tokenizer.controls(inside):
         return tokenizer.encode(text, add_special=True)
     return tokenizer.encode_framed(text, spans, add_special=True)
-
-
-def check_fields(
-    tokenizer: Tokenizer, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, where: str
-) -> None:
-    """Raises UserError if text outside the contents spells a control token.
-
-    Args:
-      tokenizer: the policy's.
-      messages: of the conversation.
-      tools: offered in it.
-      where: they are from, for errors.
-    """
-    outside: list[tuple[Any, str]] = [(m["role"], "role") for m in messages]
-    outside += [(tool, "tools") for tool in tools or ()]
-    # The assistant writes tokens such as "<think>" itself: only those marked special are refused.
-    by_assistant: list[tuple[Any, str]] = []
-    for message in messages:
-        for key in MESSAGE_FIELDS[2:]:
-            written = message["role"] == ASSISTANT and key in ("tool_calls", "reasoning_content")
-            if key in message:
-                (by_assistant if written else outside).append((message[key], key))
-    controls = [(spelled_control(tokenizer, _dumps(value)), name) for value, name in by_assistant]
-    controls += [((controls_in(tokenizer, value) or [""])[0], name) for value, name in outside]
-    for control, name in controls:
-        if control:
-            raise UserError(
-                f"{where}: {name} of the prompt spells the control token {control!r}, which the"
-                " model would read as one; write it otherwise"
-            )
 
 
 def _check_written(text: str, names: Sequence[str], where: str) -> None:

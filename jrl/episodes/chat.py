@@ -22,6 +22,7 @@ from jrl.models.chat_frames import (
     calling,
     chat_template,
     check_descriptions,
+    check_fields,
     check_variables,
     outside_spans,
     plain_names,
@@ -159,7 +160,13 @@ class ChatFormat:
         return tuple(dict.fromkeys(self._notes))
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
-        """See ``Format``."""
+        """See ``Format``.
+
+        Raises:
+          UserError: the template refuses the messages, or what stands beside their contents, such
+            as a call's arguments, spells a control token.
+        """
+        check_fields(self._tokenizer, messages, None, "the environment")
         if self._tools is None:
             return self._encode(*self._frames.spans([], [whole_text(m) for m in messages]), 0)
         first, *others = (whole_text(m) for m in messages)
@@ -176,13 +183,15 @@ class ChatFormat:
         may write is called "unknown".
 
         Raises:
-          UserError: the template refuses the messages, or does not write each content once.
+          UserError: the template refuses the messages, or does not write each content once; or
+            what stands beside their contents spells a control token.
         """
         role = messages[0]["role"]
         if role not in self._style:
             roles = " or ".join(self._style)
             raise UserError(f"the environment answers as {role!r}; this run expects {roles}")
         messages = [plain_names(whole_text(m), i) for i, m in enumerate(messages)]
+        check_fields(self._tokenizer, messages, None, "the environment")
         text, spans = self._frames.spans(self._before(role, messages, first), messages)
         # The assistant's turn in that text is a placeholder; the row already holds what the policy
         # sampled there, so everything up to the turn's end is cut off.

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -87,7 +88,7 @@ def configured_env(spec: str, options: Mapping[str, Any]) -> HostEnv:
     Raises:
       UserError: there is no such function or option, or what it returns is no environment.
     """
-    _check_renamed(spec, options)
+    spec = _current_name(spec, options)
     if ":" not in spec and spec not in HOST_ENVS:
         raise UserError(f"{unknown_choice('data.env', spec, HOST_ENVS)}, {FORMS}")
     spec = HOST_ENVS.get(spec, spec)
@@ -175,12 +176,19 @@ def _shared_keys(make: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(name for name in COMMON if name not in parameters and name not in unread)
 
 
-def _check_renamed(spec: str, options: Mapping[str, Any]) -> None:
-    """Raises UserError for former names of shipped environments and of their arguments."""
+def _current_name(spec: str, options: Mapping[str, Any]) -> str:
+    """The name of an environment today; warns of a former one.
+
+    Raises:
+      UserError: an argument has another name today.
+    """
     if spec in _RENAMED:
-        raise UserError(f"data.env = {spec!r} is now {_RENAMED[spec]!r}")
+        text = f"data.env = {spec!r} is {_RENAMED[spec]!r} now; write the new name"
+        warnings.warn(text, FutureWarning, stacklevel=3)
+        spec = _RENAMED[spec]
     if spec == "openenv" and "seconds" in options:
         raise UserError("data.seconds of openenv is now data.call_seconds, as everywhere")
+    return spec
 
 
 def _isolated(env: HostEnv, spec: str, options: Mapping[str, Any]) -> HostEnv:

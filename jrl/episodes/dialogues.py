@@ -30,6 +30,7 @@ from jrl.episodes.recorded_files import Distribution, RecordedCompletion
 from jrl.episodes.transcript import Transcript
 from jrl.errors import UserError, nearest
 from jrl.models.chat_frames import (
+    ASSISTANT,
     Frames,
     Message,
     chat_template,
@@ -43,7 +44,6 @@ from jrl.system.float32 import fits_float32
 from jrl.types import StopReason
 
 ROLES = ("system", "user", "assistant")
-ASSISTANT = "assistant"
 
 
 class DialogueCounts(NamedTuple):

@@ -17,6 +17,11 @@ from jrl.models.chat_template import variables_read
 from jrl.models.file_tokenizer import FileTokenizer
 from jrl.models.tokenizer import Tokenizer
 
+ASSISTANT = "assistant"
+"""The role of the policy."""
+MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+"""Fields of a message that chat templates read."""
+
 Message = Mapping[str, Any]
 """A dict with "role" and "content", both text, and what else the template reads."""
 
@@ -213,6 +218,47 @@ def refuse_controls(tokenizer: Tokenizer, text: str, name: str) -> None:
         )
 
 
+def check_fields(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    where: str,
+) -> None:
+    """Raises UserError if text outside the contents spells a control token.
+
+    A template writes roles, names, calls and what else it reads into its frame.
+
+    Args:
+      tokenizer: the policy's.
+      messages: of the conversation.
+      tools: offered in it.
+      where: they are from, for errors.
+    """
+    if not isinstance(tokenizer, FileTokenizer):
+        return
+    templates = tokenizer.templates.values()
+    outside: list[tuple[Any, str]] = [(tool, "tools") for tool in tools or ()]
+    # The assistant writes tokens such as "<think>" itself: only those marked special are refused.
+    by_assistant: list[tuple[Any, str]] = []
+    for message in messages:
+        for key, value in message.items():
+            if key == "content" or (isinstance(value, str) and _PLAIN_NAME.fullmatch(value)):
+                continue
+            # An environment's own fields, which no template reads, may hold anything.
+            if key not in MESSAGE_FIELDS and not any(str(key) in text for text in templates):
+                continue
+            written = message["role"] == ASSISTANT and key in ("tool_calls", "reasoning_content")
+            (by_assistant if written else outside).append((value, key))
+    controls = [(spelled_control(tokenizer, _as_text(value)), name) for value, name in by_assistant]
+    controls += [((controls_in(tokenizer, value) or [""])[0], name) for value, name in outside]
+    for control, name in controls:
+        if control:
+            raise UserError(
+                f"{where}: {name} of the prompt spells the control token {control!r}, which the"
+                " model would read as one; write it otherwise"
+            )
+
+
 def reads_variable(tokenizer: Tokenizer, name: str) -> bool:
     """Whether a chat template of a checkpoint reads a variable.
 
@@ -249,8 +295,12 @@ def controls_in(tokenizer: Tokenizer, value: Any) -> list[str]:
     """The control tokens that a template would write with a JSON value, also those not special."""
     if not isinstance(tokenizer, FileTokenizer):
         return []
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return tokenizer.controls(text)
+    return tokenizer.controls(_as_text(value))
+
+
+def _as_text(value: Any) -> str:
+    """A text as it is, another value in JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def calling(

@@ -197,10 +197,9 @@ class FileTokenizer:
             model writes itself, often is not.
         """
         ids = self.encode(text.encode("utf-8", "replace").decode("utf-8"))
-        special_tokens = self._backend.get_added_tokens_decoder() if special else {}
-        control_ids = [
-            i for i in ids if i in self._spelled and (not special or special_tokens[i].special)
-        ]
+        extra_tokens = self._backend.get_added_tokens_decoder() if special else {}
+        written = {i for i, token in extra_tokens.items() if not token.special}
+        control_ids = [i for i in ids if i in self._spelled and i not in written]
         return [self.decode([i], skip_special=False) for i in control_ids]
 
     @functools.cached_property
@@ -211,15 +210,34 @@ class FileTokenizer:
         backend = json.loads(self._backend.to_str())
         return tokenizers.Tokenizer.from_str(json.dumps({**backend, "added_tokens": []}))
 
+    def _unknown(self) -> str | None:
+        """The token that stands for what the vocabulary has none for; None where there is none.
+
+        Files of byte-level vocabularies, as Pythia's and SmolLM2's, call the end of a text so too,
+        which their encoding never writes for another text.
+        """
+        from tokenizers import models
+
+        model = self._backend.model
+        if isinstance(model, models.Unigram):
+            return self.special.get("unk_token")
+        return model.unk_token
+
     @functools.cached_property
     def _spelled(self) -> dict[int, list[int]]:
-        """Ids that encode the text of each added token, none of them an added one."""
+        """Ids that encode the text of each control token, none of them one of these.
+
+        Control tokens are the added ones, and those that end a text or are named in the files.
+        """
         extra_tokens = self._backend.get_added_tokens_decoder()
+        named = [self._backend.token_to_id(text) for text in self.special.values()]
+        ends = [i for i in (*self.stop_ids, *named) if i is not None]
+        texts = {i: self._backend.id_to_token(i) or "" for i in ends}
+        texts |= {i: token.content for i, token in extra_tokens.items()}
         # Single characters and white space are added for their own sake and control nothing.
-        texts = {i: t.content for i, t in extra_tokens.items() if len(t.content.strip()) > 1}
-        unknown = self._backend.token_to_id(self.special.get("unk_token", ""))
-        if unknown is not None:  # what a vocabulary has no token for can be nothing else
-            texts.pop(unknown, None)
+        texts = {i: text for i, text in texts.items() if len(text.strip()) > 1}
+        if unknown := self._unknown():  # what a vocabulary has no token for can be nothing else
+            texts.pop(self._backend.token_to_id(unknown), None)
 
         def spelled(text: str) -> list[int]:
             parts = [self._encoded(self._plain, c).ids for c in text]

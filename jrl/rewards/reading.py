@@ -8,7 +8,13 @@ from typing import Any, NamedTuple
 
 from jrl.config.reward_model import RewardModelTable
 from jrl.errors import UserError, nearest, unknown_choice
-from jrl.models.chat_frames import Frames, check_variables, conversation_ids
+from jrl.models.chat_frames import (
+    ASSISTANT,
+    Frames,
+    check_fields,
+    check_variables,
+    conversation_ids,
+)
 from jrl.models.file_tokenizer import FileTokenizer
 from jrl.rewards.base import Sample
 from jrl.rewards.judge_prompts import (
@@ -20,8 +26,6 @@ from jrl.rewards.judge_prompts import (
     shown,
     unknown_field,
 )
-
-_ASSISTANT = "assistant"
 
 
 class Reader(NamedTuple):
@@ -41,7 +45,8 @@ class Reader(NamedTuple):
         """Token ids of what the model reads; None without ``after``, or a text in ``column``.
 
         Contents never become control tokens, except that a completion may have those that are not
-        marked special, such as "<think>".
+        marked special, such as "<think>". None, too, where the template would write one that
+        stands beside the contents, as in a call's arguments.
 
         Raises:
           UserError: the chat template refuses the messages.
@@ -58,11 +63,13 @@ class Reader(NamedTuple):
                 return None
             completion = completion.strip()
         ids = self._ids(sample, completion)
+        if ids is None:
+            return None
         while len(ids) > 1 and ids[-1] == self.pad_id:
             ids = ids[:-1]
         return ids
 
-    def _ids(self, sample: Sample, completion: str) -> list[int]:
+    def _ids(self, sample: Sample, completion: str) -> list[int] | None:
         template, table = self.table.template, self.table
         values = fields_of(sample, table.principle) | shown(sample) | {"completion": completion}
         if isinstance(template, str) and template:
@@ -72,8 +79,12 @@ class Reader(NamedTuple):
             if template
             else _conversation(sample, completion)
         )
+        try:  # the policy's tokenizer, which the data was checked with, has other control tokens
+            check_fields(self.tokenizer, messages, None, "")
+        except UserError:
+            return None
         frames = Frames(self.tokenizer, "default", table.variables, table.answers is not None)
-        return conversation_ids(frames, messages, _ASSISTANT)
+        return conversation_ids(frames, messages, ASSISTANT)
 
     def _text(self, template: str, values: dict[str, Any]) -> list[int]:
         text, outside = "", []
@@ -103,8 +114,8 @@ class Reader(NamedTuple):
 def _conversation(sample: Sample, completion: str) -> list[dict[str, Any]]:
     """The prompt's messages and the completion, or what was said in an episode."""
     opening = sample.prompt.messages or ({"role": "user", "content": question_of(sample)},)
-    spoken = [dict(m) for m in sample.messages] or [{"role": _ASSISTANT, "content": ""}]
-    last = max((i for i, m in enumerate(spoken) if m["role"] == _ASSISTANT), default=None)
+    spoken = [dict(m) for m in sample.messages] or [{"role": ASSISTANT, "content": ""}]
+    last = max((i for i, m in enumerate(spoken) if m["role"] == ASSISTANT), default=None)
     if last is not None:
         spoken[last]["content"] = completion
     return [*map(dict, opening), *spoken]

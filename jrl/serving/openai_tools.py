@@ -12,10 +12,15 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jrl.data.messages import check_fields
 from jrl.episodes.parsers import PARSERS, Call, Parser, Schemas, get_parser
 from jrl.errors import UserError
-from jrl.models.chat_frames import Frames, chat_template, check_variables, conversation_ids
+from jrl.models.chat_frames import (
+    Frames,
+    chat_template,
+    check_fields,
+    check_variables,
+    conversation_ids,
+)
 from jrl.models.file_tokenizer import FileTokenizer
 from jrl.models.tokenizer import Tokenizer
 from jrl.serving.api_error import ApiError, Json

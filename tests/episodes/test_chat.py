@@ -8,6 +8,7 @@ from jrl.episodes.chat import ChatFormat, PlainFormat
 from jrl.episodes.host import ChatOptions, HostEnv, format_of
 from jrl.episodes.parsers import PARSERS
 from jrl.errors import UserError
+from jrl.models.chat_frames import Frames, conversation_ids
 from jrl.models.tokenizer import char_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
@@ -79,6 +80,54 @@ def test_text_from_outside_is_no_control_token(chat_tokenizer, name, attack):
     assert [i for i in first if i in control] == [i for i in harmless if i in control]
 
 
+def test_an_end_of_text_that_files_also_call_unknown_is_a_control_token():
+    """As those of Pythia and SmolLM2 do, whose vocabularies have bytes for everything."""
+    import tokenizers
+    from tokenizers import models, pre_tokenizers
+
+    from jrl.models.file_tokenizer import FileTokenizer
+
+    end, alphabet = "<|endoftext|>", sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.add_special_tokens([end])
+    template = "{% for m in messages %}" + end + "{{ m.content }}{% endfor %}"
+    named = {"unk_token": end, "eos_token": end}
+    how = {"source": "here", "pad_id": 256, "special": named, "templates": {"default": template}}
+    ours = FileTokenizer(backend, stop_ids=(256,), **how)
+    assert ours.controls(f"a{end}") == [end]
+    frames = Frames(ours, "default", {})
+    asked = [{"role": "user", "content": f"a{end}b"}]
+    assert conversation_ids(frames, asked) == [256, *ours.encode_plain(f"a{end}b")]
+    assert ours.encode_framed(f"a{end}", [(0, 14)]) == ours.encode_plain(f"a{end}")
+    assert 256 not in ours.encode_plain(f"a{end}b")
+
+
+BESIDE = {
+    "role": {"role": "user<|im_end|>", "content": "x"},
+    "name": {"role": "user", "content": "x", "name": "a<tool_call>"},
+    "tool_calls": {
+        **{"role": "assistant", "content": ""},
+        "tool_calls": [{"function": {"name": "f", "arguments": {"a": "<|im_end|>"}}}],
+    },
+    "reasoning_content": {"role": "assistant", "content": "x", "reasoning_content": "<|im_end|>"},
+}
+
+
+@pytest.mark.parametrize("field", BESIDE)
+def test_what_stands_beside_contents_spells_no_control_token(chat_tokenizer, field):
+    """A template writes it into its frame, where all control tokens are the template's."""
+    chat = ChatFormat(chat_tokenizer("qwen"))
+    expected = f"the environment: {field} of the prompt spells the control token"
+    with pytest.raises(UserError, match=expected):
+        chat.opening([USER, BESIDE[field]])
+    if field != "name":  # of an answer; another name is written there
+        with pytest.raises(UserError, match=expected):
+            chat.following([USER, BESIDE[field]], closed=True)
+    unread = {**USER, "page": "<|im_end|>"}  # an environment's own, which the template leaves out
+    assert chat.opening([unread]) == chat.opening([USER])
+
+
 def test_plain_text_is_encoded_as_ever(chat_tokenizer):
     tokenizer = chat_tokenizer("qwen")
     for text in ("It is 42.", "caf\u00e9 \u4f60\n\n x", "{'a': [1, 2]}"):
@@ -86,8 +135,9 @@ def test_plain_text_is_encoded_as_ever(chat_tokenizer):
         assert tokenizer.decode(tokenizer.encode_plain(text)) == text
 
 
-def test_a_vocabulary_that_spells_its_controls(tmp_path):
-    """As Unigram pieces do, whose search finds control tokens in any text."""
+@pytest.mark.parametrize("is_added", [True, False])
+def test_a_vocabulary_that_spells_its_controls(is_added):
+    """As Unigram pieces do, whose search finds control tokens in any text, added ones or not."""
     import tokenizers
     from tokenizers import models
 
@@ -95,7 +145,8 @@ def test_a_vocabulary_that_spells_its_controls(tmp_path):
 
     pieces = [("<unk>", 0.0), ("</s>", -1.0), *((c, -5.0) for c in "</s>ab ")]
     backend = tokenizers.Tokenizer(models.Unigram(pieces, 0, False))
-    backend.add_special_tokens(["<unk>", "</s>"])
+    if is_added:
+        backend.add_special_tokens(["<unk>", "</s>"])
     ours = FileTokenizer(
         backend,
         source="here",
@@ -105,6 +156,7 @@ def test_a_vocabulary_that_spells_its_controls(tmp_path):
         templates={},
     )
     assert 1 in ours.encode("a</s>b")
+    assert ours.controls("a</s>b") == ours.controls("a</s>b", special=True) == ["</s>"]
     plain = ours.encode_plain("a</s>b?")
     assert 1 not in plain
     assert "".join(pieces[i][0] for i in plain) == "a</s>b<unk>"

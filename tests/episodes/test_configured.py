@@ -147,8 +147,6 @@ def test_a_function_that_reads_limits_gets_all_of_them(tmp_path, isolate):
 @pytest.mark.parametrize(
     ("env", "options", "message"),
     [
-        ("jrl." + "envs.named:guided", {}, "is now 'guided'"),
-        ("jrl." + "envs.shipped:python_math", {}, "is now 'python_math'"),
         ("openenv", {"seconds": 1}, "is now data.call_seconds"),
         ("pyton_math", {}, "did you mean 'python_math'"),
         (
@@ -163,6 +161,18 @@ def test_a_function_that_reads_limits_gets_all_of_them(tmp_path, isolate):
 def test_former_names_and_missing_speakers_are_named(env, options, message):
     with pytest.raises(UserError, match=message):
         configured_env(env, options)
+
+
+def test_a_former_name_is_todays_with_a_warning():
+    old = "jrl." + "envs.named:guided"
+    with pytest.warns(FutureWarning, match="data.env = .*named:guided' is 'guided' now; write"):
+        env = configured_env(old, {"url": "http://localhost:1", "model": "m"})
+    assert env.limits == configured_env("guided", {"url": "http://x", "model": "m"}).limits
+    with (
+        pytest.warns(FutureWarning),
+        pytest.raises(UserError, match="^data.url = 'ftp://x'"),
+    ):
+        configured_env(old, {"url": "ftp://x", "model": "m"})
 
 
 def test_every_name_has_a_function():

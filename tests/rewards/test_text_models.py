@@ -172,6 +172,16 @@ def test_a_completion_never_becomes_a_control_token(place):
     assert "".join(model.reader.tokenizer.decode(ids).split(" ")).count("<|end|>") == 1
 
 
+@pytest.mark.parametrize("role", ["assistant", "user"])
+def test_of_a_call_that_spells_a_control_token_there_is_no_opinion(place, role):
+    """The data was checked with the policy's tokenizer, which has other control tokens."""
+    reader = loaded(place, **ONE).reader
+    call = {"function": {"name": "f", "arguments": {"a": "4<|end|>"}}}
+    messages = ({"role": role, "content": "", "tool_calls": [call]}, {"role": role, "content": "x"})
+    asked = dataclasses.replace(PROMPT, messages=messages)
+    assert reader.ids(Sample(asked, "4", np.zeros(1), "length")) is None
+
+
 def test_of_an_episode_everything_that_was_said_is_read(place):
     spoken = [
         {"role": "assistant", "content": "<think>add</think> 4"},
