@@ -8,12 +8,10 @@ requests. All device work is done by ``rows.Rows``.
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
-import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -283,7 +281,7 @@ class Engine:
         tokens, limit = tuple(request.tokens), request.max_new_tokens
         return RowStart(tokens, request.seed, member.member, limit, sampling)
 
-    # ------------------------------------------------------------ weights, state, programs
+    # ------------------------------------------------------------ weights, programs
 
     def set_weights(self, params: Params, version: int, *, recompute: bool = False) -> None:
         """Replaces the parameters, from the next token on.
@@ -295,43 +293,6 @@ class Engine:
             values of the old parameters, as asynchronous systems do.
         """
         self.rows.set_weights(params, version, recompute=recompute and self.running > 0)
-
-    def suspend(self) -> dict[str, Any]:
-        """A copy of the state without the parameters, a pytree of NumPy arrays.
-
-        ``resume`` of an engine with the same arguments continues from it, in any process.
-        """
-        # Reading a counter takes a number from it, so the counter is made anew.
-        following = next(self._numbers)
-        self._numbers = itertools.count(following)
-        host = {
-            "version": self.version,
-            "counts": [self.slot_steps, self.live_steps],
-            "next": following,
-            "waiting": [m.to_json() for m in self._waiting],
-            "rows": [None if m is None else m.to_json() for m in self._members],
-            "updates": [u.to_json() for u in self._updates],
-        }
-        text = np.frombuffer(json.dumps(host).encode(), np.uint8)
-        return self.rows.save() | {"host": text}
-
-    def resume(self, state: Mapping[str, Any]) -> None:
-        """Continues from a suspended state, which replaces the engine's own.
-
-        The version is the state's; after a weight update call ``set_weights``.
-
-        Raises:
-          UserError: the state is of an engine of other sizes.
-        """
-        self.rows.load(state)
-        host = json.loads(bytes(np.asarray(state["host"], np.uint8)))
-        self.rows.version = host["version"]
-        self.slot_steps, self.live_steps = host["counts"]
-        self._numbers = itertools.count(host["next"])
-        back = functools.partial(PartialCompletion.from_json, tokenizer=self._tokenizer)
-        self._waiting = collections.deque(back(x) for x in host["waiting"])
-        self._members = [None if x is None else back(x) for x in host["rows"]]
-        self._updates = [Update.from_json(x) for x in host["updates"]]
 
     def compile(self, *, refresh: bool = True) -> int:
         """Runs every program once on empty input, so that no request waits for a compilation.

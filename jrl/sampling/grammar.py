@@ -81,8 +81,8 @@ class Grammars:
         """Raises UserError for a grammar that is wrong, or that no text of the model satisfies."""
         self.start(grammar).mask()
 
-    def start(self, grammar: str, tokens: Iterable[int] = ()) -> Constraint:
-        """The grammar at the beginning of a completion, or after some tokens of one.
+    def start(self, grammar: str) -> Constraint:
+        """The grammar at the beginning of a completion.
 
         Raises:
           UserError: the grammar is wrong or cannot be satisfied.
@@ -100,9 +100,7 @@ class Grammars:
                 self._compiled.popitem(last=False)
             # The compiled grammar is shared; its state is not.
             matcher = compiled.deep_copy()
-        constraint = Constraint(matcher, self._vocab_size)
-        constraint.push(tokens)
-        return constraint
+        return Constraint(matcher, self._vocab_size)
 
     def literal(self, text: str, *, last: bool = False) -> str:
         """An expression of a grammar for a text in which control tokens are spelled out.

@@ -1,6 +1,6 @@
 """Requests of an engine, the limits they are checked against, and completions as they grow.
 
-All of it is on the host and holds plain values, so that an engine can be suspended to disk.
+All of it is on the host and holds plain values.
 """
 
 from __future__ import annotations
@@ -79,28 +79,6 @@ class Request:
             out[token] += value
         return out
 
-    def to_json(self) -> dict[str, Any]:
-        """The request as JSON values, for ``from_json``."""
-        out = dataclasses.asdict(self)
-        out["tokens"] = [int(t) for t in self.tokens]
-        # A list of pairs: JSON would make strings of the integer keys.
-        out["logit_bias"] = [[int(t), float(x)] for t, x in self.logit_bias.items()]
-        out["allowed"] = None if self.allowed is None else [int(t) for t in self.allowed]
-        return out
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Request:
-        """The request that ``to_json`` wrote."""
-        stops = fields["stop_tokens"]
-        return cls(
-            **fields
-            | {
-                "logit_bias": {int(t): float(x) for t, x in fields["logit_bias"]},
-                "stop_tokens": None if stops is None else tuple(stops),
-                "stop_strings": tuple(fields["stop_strings"]),
-            }
-        )
-
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
@@ -161,30 +139,6 @@ class Update(NamedTuple):
     completion: Completion | None
     reports: Sequence[TokenLogprobs] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """The update as JSON values, for ``from_json``; it must end a completion."""
-        assert self.completion is not None
-        completion = self.completion
-        lists = {n: getattr(completion, n).tolist() for n in ("tokens", "logprobs", "versions")}
-        return self._asdict() | {
-            "completion": {"stop": int(completion.stop), "text": completion.text} | lists
-        }
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Update:
-        """The update that ``to_json`` wrote."""
-        completion_fields = fields["completion"]
-        completion = Completion(
-            request=fields["request"],
-            member=fields["member"],
-            tokens=np.array(completion_fields["tokens"], np.int32),
-            logprobs=np.array(completion_fields["logprobs"], np.float32),
-            versions=np.array(completion_fields["versions"], np.int32),
-            stop=StopReason(completion_fields["stop"]),
-            text=completion_fields["text"],
-        )
-        return cls(**fields | {"completion": completion})
-
 
 class PartialCompletion:
     """A queued or running completion of a request, and the text of its tokens so far.
@@ -211,9 +165,9 @@ class PartialCompletion:
         self.constraint: Constraint | None = None
 
     def constrain(self, grammars: Grammars) -> None:
-        """Begins to follow the request's grammar, after the tokens so far."""
+        """Begins to follow the request's grammar, before the first token."""
         if self.request.grammar is not None and self.constraint is None:
-            self.constraint = grammars.start(self.request.grammar, self._tokens)
+            self.constraint = grammars.start(self.request.grammar)
 
     def extend(
         self,
@@ -265,30 +219,6 @@ class PartialCompletion:
                 text=self._text.text if self._text is not None else "",
             )
         return Update(self.number, self.member, tokens, logprobs, text, ends, completion, reports)
-
-    def to_json(self) -> dict[str, Any]:
-        """The completion so far as JSON values, for ``from_json``."""
-        return {
-            "number": self.number,
-            "member": self.member,
-            "request": self.request.to_json(),
-            "tokens": self._tokens,
-            "logprobs": self._logprobs,
-            "versions": self._versions,
-        }
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any], tokenizer: Tokenizer | None) -> PartialCompletion:
-        """The inverse of ``to_json``; later updates do not repeat text of earlier ones."""
-        partial = cls(
-            fields["number"], fields["member"], Request.from_json(fields["request"]), tokenizer
-        )
-        partial._tokens, partial._logprobs = list(fields["tokens"]), list(fields["logprobs"])
-        partial._versions = list(fields["versions"])
-        if partial._text is not None:
-            # Pushed and thrown away: the stream then stands where it stood, and repeats nothing.
-            partial._text.push(partial._tokens)
-        return partial
 
 
 # ---------------------------------------------------------------- limits

@@ -425,31 +425,7 @@ class Rows:
         timings.record(size, time.perf_counter() - began)
         return out
 
-    # ------------------------------------------------------------ state, programs
-
-    def save(self) -> dict[str, Any]:
-        """A copy of the state without the weights: "batch", a list of NumPy arrays, and "halted".
-
-        ``load`` of an engine with the same arguments continues from it, in any process.
-        """
-        device = jax.device_get(_bare(self.batch))
-        leaves = [np.asarray(x) for x in jax.tree.leaves(device)]
-        return {"batch": leaves, "halted": self._halted.copy()}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Continues from a saved state, which replaces the engine's own.
-
-        Raises:
-          UserError: the state is of an engine of other sizes.
-        """
-        bare = _bare(self.batch)
-        if [x.shape for x in jax.tree.leaves(bare)] != [np.shape(x) for x in state["batch"]]:
-            raise UserError("the suspended state comes from an engine of other sizes")
-        leaves = [jnp.asarray(x) for x in state["batch"]]
-        saved: DecodeBatch = jax.tree.unflatten(jax.tree.structure(bare), leaves)
-        keys = jax.random.wrap_key_data(saved.slots.keys)
-        self._batch = saved.replace(slots=saved.slots.replace(keys=keys))
-        self._halted = np.array(state["halted"], np.int32)
+    # ------------------------------------------------------------ programs
 
     def compile(self, *, recompute: bool = True, steps: Sequence[int] = (1,)) -> int:
         """Runs the programs that admit and decode once on empty input.
@@ -489,8 +465,3 @@ def _fork_at(start: RowStart, length: int) -> tuple[Any, ...]:
     """The arguments of ``batch.fork`` besides the row."""
     raw = np.array(divmod(start.seed, 2**32), np.uint32)
     return raw, *np.array([start.member, length, start.limit], np.int32)
-
-
-def _bare(batch: DecodeBatch) -> DecodeBatch:
-    """The batch with raw numbers for its PRNG keys, which NumPy cannot hold."""
-    return batch.replace(slots=batch.slots.replace(keys=jax.random.key_data(batch.slots.keys)))

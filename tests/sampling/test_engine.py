@@ -1,7 +1,6 @@
 """Requests that come one by one: their draws, their ends, weight updates, suspension, refusals."""
 
 import dataclasses
-import json
 from functools import cache, partial
 
 import jax
@@ -244,7 +243,6 @@ def test_nothing_compiles_after_the_warm_up():
     engine.submit(requests()[1])
     engine.step()
     engine.set_weights(params(1), 2, recompute=True)
-    engine.resume(engine.suspend())
     list(engine.run())
     assert engine.executables == count
     engine.submit(requests()[0])
@@ -291,63 +289,18 @@ def test_stop_strings(engine, alone):
     assert got[1, 0].tokens.tolist() == alone[0, 0].tokens.tolist()  # the neighbour continues
 
 
-# ---------------------------------------------------------------- weights, suspension
-
-
-def test_suspended_to_disk_and_resumed_elsewhere(engine, alone, tmp_path):
-    numbers = {engine.submit(r): i for i, r in enumerate(requests())}
-    events = engine.step() + engine.step()
-    state = engine.suspend()
-    flat, tree = jax.tree.flatten(state)
-    np.savez(tmp_path / "state.npz", *flat)
-    later = list(engine.run())
-    with np.load(tmp_path / "state.npz") as arrays:
-        again = tree.unflatten([arrays[name] for name in arrays.files])
-    other = new_engine(requests=BIASES, tokenizer=TOKENIZER)
-    other.resume(again)
-    resumed = list(other.run())
-    for events_after in (later, resumed):
-        done = {
-            (numbers[e.request], e.member): e.completion
-            for e in events + events_after
-            if e.completion
-        }
-        assert_same(done, alone)
-    assert [e.text for e in resumed] == [e.text for e in later]
-    assert (other.live_steps, other.slot_steps) == (engine.live_steps, engine.slot_steps)
-    assert other.submit(requests()[0]) > max(numbers)
-    with pytest.raises(UserError, match="other sizes"):
-        new_engine(slots=2).resume(again)
-
-
-def test_suspended_at_every_boundary(engine, alone):
-    numbers = {engine.submit(r): i for i, r in enumerate(requests())}
-    done = {}
-    while engine.busy:
-        engine.resume(engine.suspend())
-        done |= {(numbers[e.request], e.member): e.completion for e in engine.step()}
-    assert_same(done, alone)
+# ---------------------------------------------------------------- weights
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_new_weights_between_chunks(engine, recompute):
-    """Each token is of the policy that its version names; only a new cache is all of it.
-
-    An engine that is suspended, and resumed by one that gets the new weights, draws the same.
-    """
+    """Each token is of the policy that its version names; only a new cache is all of it."""
     ask = Request(tokens=(1, 2, 3, 4), max_new_tokens=12, seed=8, stop_tokens=())
     engine.submit(ask)
     engine.step()
-    state = engine.suspend()
-    runs = []
-    for again in (False, True):
-        if again:
-            engine.resume(state)
-        engine.set_weights(params(1), 5, recompute=recompute)
-        (done,) = (e.completion for e in engine.run() if e.completion)
-        runs.append((done.tokens.tolist(), done.logprobs.tolist(), done.versions.tolist()))
-        engine.set_weights(params(), 0)
-    assert runs[0] == runs[1]
+    engine.set_weights(params(1), 5, recompute=recompute)
+    (done,) = (e.completion for e in engine.run() if e.completion)
+    engine.set_weights(params(), 0)
     assert done.versions.tolist() == [0] * 4 + [5] * 8
     row = np.array([[1, 2, 3, 4, *done.tokens]], np.int32)
     new, old = (scored(params(i), row)[0] for i in (1, 0))
@@ -431,12 +384,6 @@ def test_a_full_queue_refuses():
     engine.submit(Request(**FINE, n=2))
     with pytest.raises(QueueFull, match="2 completions wait"):
         engine.submit(Request(**FINE))
-
-
-def test_a_request_survives_json():
-    for request in requests():
-        read = Request.from_json(json.loads(json.dumps(request.to_json())))
-        assert read == Request(**request.__dict__ | {"tokens": list(request.tokens)})
 
 
 def test_blocks_of_steps_without_branches_change_nothing(monkeypatch):

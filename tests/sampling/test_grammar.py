@@ -130,19 +130,6 @@ def test_a_length_ends_in_the_middle_and_stop_strings_hold(engine):
     assert stopped.text.startswith('{"kind":')
 
 
-def test_a_suspended_engine_goes_on_with_its_grammars(engine):
-    uninterrupted = completions(engine, BOUND)
-    first, second = new_engine(), new_engine()
-    first.submit(BOUND)
-    for _ in range(9):
-        first.step()
-    second.resume(first.suspend())
-    after_resume = sorted(
-        (u.completion for u in second.run() if u.completion), key=lambda x: x.member
-    )
-    assert [x.text for x in after_resume] == [x.text for x in uninterrupted]
-
-
 def test_programs_do_not_depend_on_the_grammar():
     engine = new_engine()
     engine.compile(refresh=False)
