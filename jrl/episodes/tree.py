@@ -393,7 +393,7 @@ def search_plan(
       name: of ``SEARCHES``.
       width: steps sampled from a node, and how wide beams are.
       rounds: at most; whole completions are sampled in one.
-      exploration: how much "uct" and "puct" count that a node was seldom visited.
+      exploration: the exploration constant of "uct" and "puct".
       leaves: see ``SearchPlan``.
 
     Raises:

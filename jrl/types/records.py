@@ -293,7 +293,8 @@ class TrainState(struct.PyTreeNode):
       frozen: policies that are read and not trained, by name: "ref" the reference, "teacher";
         only those that the objective needs. Of a network with a ``split`` also "base", which is
         the reference as well unless another one is given.
-      method: the objective's own state (trackers, controllers); () when it keeps none.
+      method: the state of the objective (trackers, controllers), not a ``Method``; () when it keeps
+        none.
       key: [2] uint32, the data of the run's root key; every use has a ``stream`` of its own. Raw,
         because jit keeps a second entry for a typed key that comes back from it (JAX 0.10, 0.12).
     """
