@@ -139,7 +139,7 @@ class Rollout(struct.PyTreeNode):
         drew it: outside mask, and in demonstrations.
       stop: [N, G] int32, a ``StopReason``.
       baseline: [N, G] bool, True for a member drawn greedily as a baseline, never trained on.
-      routing: which experts each token was sent to; None where nobody asked for it.
+      routing: the experts that each token was sent to; None if they were not recorded.
     """
 
     prompt_tokens: Array
