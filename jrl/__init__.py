@@ -1,26 +1,26 @@
 """Functional reinforcement learning for language models, in JAX.
 
-===================== ===========================================================================
-``fit``               trains a policy on rows, a task or an environment, in one call
-``generate``          samples completions: tokens, log-probabilities, versions, stop reasons
-``make_step``         a training step, a pure function of state and batch
-``make_run``          a whole run as one function, to be jitted and vmapped
-``compile_run``       compiles such a run and reports how long that takes
-``init_state``        parameters, optimizer state and the objective's own state
-``get_method``        a published method by name, with its coefficients
-``compute_advantages``  advantages of a batch by an objective
-``policy_loss``       the terms of an objective's loss
-``transformer``       a decoder of any supported family, from a ``ModelConfig``
-``function_network``, ``linen_network``, ``nnx_network``  networks of one's own
-``load_config``       a run's configuration from TOML
-``make_mesh``         a device mesh with the library's axes
-===================== ===========================================================================
+====================== ============================================================================
+``fit``                trains a policy on rows, a task or an environment, in one call
+``generate``           samples completions: tokens, log-probabilities, versions, stop reasons
+``make_step``          a training step, a pure function of state and batch
+``make_run``           a whole run as one function, to be jitted and vmapped
+``compile_run``        compiles such a run and reports how long that takes
+``init_state``         parameters, optimizer state and the objective's own state
+``get_method``         a published method by name, with its coefficients
+``compute_advantages`` advantages of a batch by an objective
+``policy_loss``        the terms of an objective's loss
+``transformer``        a decoder of any supported family, from a ``ModelConfig``
+``function_network``   a network of two plain functions
+``linen_network``      a network of a Flax module; ``nnx_network`` of an NNX one
+``load_config``        a run's configuration from TOML
+``make_mesh``          a device mesh with the library's axes
+====================== ============================================================================
 
-Packages: ``jrl.objectives`` has losses and advantages of arrays, ``jrl.methods`` every published
-method (``jrl.methods.grpo``), ``jrl.models``, ``jrl.sampling``, ``jrl.rewards``, ``jrl.data``,
-``jrl.episodes``, ``jrl.train``, ``jrl.evaluate``, ``jrl.verifiers`` and ``jrl.plan`` what their
-names say; ``jrl.zoo`` is what one paper, game or other library needs. Nothing public is deeper than
-``jrl.package.name``.
+Packages: ``jrl.objectives`` (losses and advantages on arrays), ``jrl.methods`` (every published
+method, such as ``jrl.methods.grpo``), ``jrl.models``, ``jrl.sampling``, ``jrl.rewards``,
+``jrl.data``, ``jrl.episodes``, ``jrl.train``, ``jrl.evaluate``, ``jrl.plan``, and ``jrl.zoo`` for
+one paper, game or other library. Nothing public is deeper than ``jrl.package.name``.
 
 Each name is imported when it is first used, so ``import jrl`` loads no JAX.
 """

@@ -99,7 +99,7 @@ class _Rows:
         self._lengths, self._stop = np.array(rollout.lengths), np.array(rollout.stop)
 
     def prepend(self, n: int, tokens: np.ndarray) -> None:
-        """Puts tokens that nobody drew in front of the members of group n."""
+        """Prepends tokens that were not sampled to the members of group n."""
         if not len(tokens):
             return
         labels = [x for x in self._ids.values() if np.ndim(x) == 3]
@@ -117,7 +117,7 @@ class _Rows:
             self._lengths[n, g] = size + more
 
     def leave_out(self, n: int) -> None:
-        """Takes the members of group n out of it."""
+        """Removes the members of group n."""
         present = self._stop[n] != StopReason.ABSENT
         self._stop[n] = np.where(present, StopReason.ABORTED, self._stop[n])
 

@@ -36,7 +36,7 @@ from jrl.types.asks import DrawRequest, new_ask
 
 
 class Problems(Sequence[Prompt]):
-    """The training prompts of a run: those of the data, and behind them those that were added.
+    """The training prompts of a run: those of the data, then the added ones.
 
     Args:
       prompts: of the data.
@@ -49,7 +49,7 @@ class Problems(Sequence[Prompt]):
         self._rows: tuple[Any, ...] = ()
 
     def set_added(self, rows: tuple[Any, ...]) -> None:
-        """Has these rows behind the data, and no others; each is one that ``make`` can use."""
+        """Replaces the added rows by these; ``make`` must accept each."""
         if rows == self._rows:
             return
         first = 1 + max(prompt.id for prompt in self._data)
@@ -58,7 +58,7 @@ class Problems(Sequence[Prompt]):
         self._rows = rows
 
     def __len__(self) -> int:
-        """Their number."""
+        """Number of prompts."""
         return len(self._data) + len(self._added)
 
     @overload
@@ -66,7 +66,7 @@ class Problems(Sequence[Prompt]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
     def __getitem__(self, index: Any) -> Any:
-        """One of them, or some."""
+        """One prompt, or those of a slice."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         size = len(self._data)
@@ -87,7 +87,7 @@ class HostTools(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A written problem: its row, and the prompt that was made of it."""
+    """A written problem: its row, and the prompt made from it."""
 
     row: Any
     prompt: Prompt
@@ -140,7 +140,7 @@ class Tools:
         return place(join_groups(parts), origin, self._setting.weights, self._setting.judge)
 
     def write(self, rows: np.ndarray, count: int) -> list[Written]:
-        """As ``RoundTools.write``; what cannot be used or is there already is left out."""
+        """As ``RoundTools.write``, without unusable problems and those that the run already has."""
         assert self._problems is not None
         assert self._host.write is not None, "a row of the table of features makes sure of it"
         self._progress = f"{len(self.added)} problems written so far"
@@ -177,7 +177,7 @@ class Tools:
         self._problems.set_added(self.added)
 
     def _next_seeds(self, count: int) -> list[int]:
-        """``count`` numbers below 2**64, others at each call of a round."""
+        """``count`` numbers below 2**64, different at each call of a round."""
         places = np.arange(self._seeds, self._seeds + count)
         self._seeds += count
         return prompt_seeds(self._request.key, "curriculum", self._request.step, places)
@@ -204,7 +204,7 @@ class HostRounds(NamedTuple):
         self, collected: CollectState, request: DrawRequest, setting: Setting
     ) -> CollectState:
         """The collector's state for the request's step: after ``between`` if a round begins."""
-        if self.problems is not None:  # a step that failed may have left others
+        if self.problems is not None:  # a failed step may have left other problems
             self.problems.set_added(collected.added)
         curriculum = setting.method.curriculum
         assert curriculum is not None
@@ -222,7 +222,7 @@ class HostRounds(NamedTuple):
 
 
 def with_problems(run: Run) -> tuple[Run, Problems | None]:
-    """The run with prompts that its curriculum can add to, where it has problems written."""
+    """(run, prompts that its curriculum can add to), if the curriculum has problems written."""
     curriculum = run.method.curriculum
     if curriculum is None or "write" not in curriculum.uses:
         return run, None
@@ -268,7 +268,7 @@ def _as_they_are(prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[np.nda
 
 
 def _prompt_of(run: Run, row: Any) -> Prompt | None:
-    """The prompt of a row or text, as those of the data are made; None where it cannot be."""
+    """The prompt of a row or text, made as those of the data; None if it is not usable."""
     data: Any = run.config.data
     question, answer = (data.fields.get(name, name) for name in ("question", "answer"))
     fields = dict(row) if isinstance(row, Mapping) else {question: row}

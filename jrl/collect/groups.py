@@ -81,7 +81,7 @@ class PlacedGroups(struct.PyTreeNode):
         return (self.rewards * self.weights[None, None]).sum(-1)
 
     def success(self) -> Array:
-        """[m, M] float32: the reward part that says what is right; the score where none does."""
+        """[m, M] float32: the reward part that defines success, or the score if there is none."""
         return self.score() if self.judge is None else self.rewards[:, :, self.judge]
 
     def sizes(self) -> Array:
@@ -95,7 +95,7 @@ class PlacedGroups(struct.PyTreeNode):
         return total / jnp.maximum(sampled.sum(axis=1), 1)
 
     def next_number(self) -> Array:
-        """[m] int32: the number behind the last member that was asked for."""
+        """[m] int32: the number after that of the last member asked for."""
         present = self.rollout.stop != StopReason.ABSENT
         numbers = jnp.arange(1, self.use.shape[1] + 1, dtype=jnp.int32)
         return jnp.where(present, numbers, 0).max(axis=1)
@@ -137,14 +137,14 @@ def place(sampled: Any, origin: Origin, weights: Any, judge: int | None) -> Plac
       sampled: a source's ``Groups`` of A tickets, or of A times the players.
       origin: of the A tickets.
       weights: [R] float32.
-      judge: the column of the reward part that says what is right.
+      judge: the column of the reward part that defines success; None for the score.
     """
     shape = sampled.rollout.lengths.shape
     players = shape[0] // origin.ticket.shape[0]
     xp: Any = np if isinstance(sampled.rollout.lengths, np.ndarray) else jnp
     each = lambda x: xp.repeat(xp.asarray(x), players, axis=0)  # noqa: E731
     use = xp.asarray(origin.use)
-    if use.shape != shape[1:]:  # the data say how many members a group has
+    if use.shape != shape[1:]:  # the data fix the members of a group
         use = xp.full(shape[1:], TRAIN, np.int32)
     return PlacedGroups(
         rollout=sampled.rollout,
@@ -215,7 +215,7 @@ def put_members(groups: PlacedGroups, new: PlacedGroups, origin: Origin, base: A
     Args:
       groups: m places, M columns.
       new: A groups of W members, as ``place`` makes them.
-      origin: says where they belong; members without a number are left out.
+      origin: their tickets and member numbers; members numbered -1 are left out.
       base: [] int32, the step's first ticket, which has place 0.
     """
     m, size = groups.use.shape
@@ -301,8 +301,8 @@ def to_batch(
       ids: of ``Groups``.
       recorded: ``Groups.stats``.
       members: [N, G] bool, those trained on; None for all that count in their group.
-      prior: [N] float32 by name, what a curriculum knew of each problem.
-      sampled: False when the policy drew nothing; there are no ``sampler_logprobs`` then.
+      prior: [N] float32 by name, a curriculum's estimates of each problem.
+      sampled: False if no policy sampled the completions; then ``sampler_logprobs`` are left out.
     """
     stats = {"external": external(rollout).astype(np.float32), **(recorded or {})}
     if sampled:
@@ -333,7 +333,7 @@ def batch_of(groups: PlacedGroups, *, sampled: bool = True) -> Batch:
 
 
 def external(rollout: Rollout) -> Any:
-    """[N, G, T] bool: the tokens that are trained on and that no policy drew."""
+    """[N, G, T] bool: trained tokens that no policy sampled."""
     return rollout.mask & (rollout.versions < 0)
 
 

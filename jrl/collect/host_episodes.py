@@ -1,6 +1,6 @@
-"""Groups of episodes with an environment on the host: what a training step draws from text.
+"""The source of episodes with an environment on the host.
 
-The twin of ``TextSource``: its prompts open episodes instead of being completed once.
+Like ``TextSource``, but each prompt opens episodes instead of being completed once.
 """
 
 from __future__ import annotations
@@ -43,36 +43,36 @@ from jrl.types import Params, Prompt, Rollout, Search, StopReason
 from jrl.types.asks import DrawRequest
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15
-"""Between the seeds of a problem's groups; the 64-bit golden ratio spreads them."""
+"""Difference of the seeds of a problem's groups: the 64-bit golden ratio, which spreads them."""
 _ROUNDS = 3
-"""Maximum number of attempts at a group of which too many members fail."""
+"""Maximum number of attempts at a group with too many failed members."""
 
 
 class HostEpisodes(FromPrompts):
     """Groups of episodes; a ``Source``.
 
-    Beside the ids of ``Rows`` it records "stratum" [N, G], the turns taken, and "answer" [N, G], a
-    number for the final answer of the last turn.
+    In addition to the ids of ``transcript.Rows`` it records "stratum" [N, G], the turns taken, and
+    "answer" [N, G], a number for the final answer of the last turn.
 
     Args:
       env: the environment.
       chat: how its messages become ids.
-      rows: decode slots, with what ``branches`` reads measured, or entropies for a search.
+      rows: decode slots that record the measure of ``branches``, or entropies for a search.
       prompts: all problems, in the source's order; their text is what the environment reads.
       seed: of the order, or None for the source's own order.
       tokenizer: the policy's.
       weights: reward part -> weight, of the environment's parts and "success"; its names are those
         of the rewards' columns.
-      speaks: whether ``Groups.spoken`` holds what was said, for reward functions.
+      speaks: whether ``Groups.spoken`` holds the conversations, for reward functions.
       split: "train" or "eval".
-      tree: how the members of a group branch off one another, or how it is searched, so that they
-        are leaves; ids then gain "node", as ``sampling.tree`` has it. None to play each by itself.
-      estimate: with a search, points of paths that have not ended, backed up as those of leaves
-        are; ``draw`` then reads the weights "value" too. None to go by leaves alone.
+      tree: branching of a group's members, or the search whose leaves they are; ids then gain
+        "node", as in ``sampling.tree``. None to play each member by itself.
+      estimate: with a search, estimated points of unfinished paths, backed up as those of leaves
+        are; ``draw`` then reads the weights "value" too. None to use leaves only.
 
     Attributes:
-      ended: called with each row that ends by itself, before the others have: not with the leaves
-        of a search or of branches, which are known when all are there. None for nothing.
+      ended: called with each row as it ends, while others are played; not with leaves of a search
+        or of branches, which are complete only at the end. None for no call.
 
     Raises:
       UserError: a reward part that the environment does not have, or branches where the
@@ -113,7 +113,7 @@ class HostEpisodes(FromPrompts):
         self._opened = False  # any episode yet
 
     def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
-        """Only the environment judges, while it plays.
+        """Refused: the environment computes rewards only while it plays.
 
         Raises:
           UserError: always.
@@ -126,7 +126,7 @@ class HostEpisodes(FromPrompts):
         return tuple(self._weights)
 
     def draw(self, request: DrawRequest) -> Groups:
-        """As ``Source.draw``. A group with too few living members is played again, and counted.
+        """As ``Source.draw``. A group with too few members left is played again, and counted.
 
         Entries that ask for no tree are not searched.
         """
@@ -159,9 +159,9 @@ class HostEpisodes(FromPrompts):
         return batch._replace(failure=failure or None)
 
     def _check_opened(self, groups: Sequence[Sequence[Transcript]], failure: str) -> None:
-        """Raises UserError where no episode of the first draw opened, tried ``_ROUNDS`` times.
+        """Raises UserError if no episode of the first draw opened in ``_ROUNDS`` attempts.
 
-        The next ones would not either, and programs would be compiled to train on nothing.
+        Later ones would fail too, after programs had been compiled.
         """
         if self._opened:
             return
@@ -175,7 +175,7 @@ class HostEpisodes(FromPrompts):
     def _open_calls(self) -> Calls:
         if self._calls is None:
             self._calls = Calls()
-            # What nobody closed ends with this object, or with Python.
+            # Closed with this object or at Python's exit, if not before.
             self._end = weakref.finalize(self, close_env, self._calls, self._env)
         return self._calls
 
@@ -234,7 +234,7 @@ class HostEpisodes(FromPrompts):
         return dataclasses.replace(prompt, meta={**prompt.meta, "ask": ask})
 
     def _seeds_of(self, seeds: Callable[[int], Any], attempt: int) -> list[int]:
-        """Below 2**64, of each group; those of a problem are far apart."""
+        """[groups] seeds below 2**64; those of one problem are far from each other."""
         asks = range(self._asks)
         return [(int(s) + k * _SEED_STRIDE) % 2**64 for s in seeds(attempt) for k in asks]
 
@@ -270,9 +270,9 @@ class HostEpisodes(FromPrompts):
         return groups, counts
 
     def _payable(self, row: Transcript, counts: dict[str, float]) -> Transcript:
-        """The row, as failed where the weighted sum of its rewards is beyond float32.
+        """The row, failed if the weighted sum of its rewards is beyond float32.
 
-        Each part is within it (``episodes.host``), and so is what the turns add up to.
+        Each part is finite (``episodes.host``), and so is its sum over turns.
         """
         parts = {
             n: float(sum(s.reward[i] for s in row.segments if s.reward))
@@ -297,7 +297,7 @@ class HostEpisodes(FromPrompts):
         )
 
     def _row_ended(self, ended: Callable[[Transcript], None], transcript: Transcript) -> None:
-        """Hands on the rows that an episode becomes in a batch, a row for each player."""
+        """Calls ``ended`` with the rows of an episode in a batch, one for each player."""
         for rows in self._by_role([[transcript]]):
             for row in rows:
                 ended(row)
@@ -373,20 +373,20 @@ class HostEpisodes(FromPrompts):
         )
 
     def _answer(self, transcript: Transcript) -> int:
-        """A number for the final answer of the last turn: equal numbers, equal answers."""
+        """A number for the final answer of the last turn; equal answers have equal numbers."""
         turns = [segment for segment in transcript.segments if segment.drawn]
         last_turn = self._tokenizer.decode(turns[-1].tokens.tolist()) if turns else ""
         return answer_number(last_turn)
 
     def close(self) -> None:
-        """Ends what the environment shares between episodes, and its threads."""
+        """Shuts down the environment's shared resources and its threads."""
         if self._calls is not None:
             self._end()
             self._calls = None
 
 
 def check_parts(env: HostEnv, names: Iterable[str]) -> None:
-    """Raises UserError for a reward part that an environment does not pay."""
+    """Raises UserError for a reward part that an environment does not have."""
     parts = (*env.parts, SUCCESS)
     for name in names:
         if name not in parts:

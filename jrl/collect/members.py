@@ -2,9 +2,9 @@
 
     rollout, labels, counts = join_drawn(asks, together, sample, prompts, ...)
 
-Asks of one request name the same tickets. Those that say nothing but numbers, temperatures and
-limits are sampled together, so that a prompt is read once for all of them; an ask with a context or
-a prefix of its own is sampled by itself. Members stand in the order of the asks.
+Asks of one request name the same tickets. Those with only numbers, temperatures and limits are
+sampled together, so that a prompt is prefilled once for all of them; an ask with a context or a
+prefix of its own is sampled by itself. Members are in the order of the asks.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from jrl.sampling.sequences import Members
 from jrl.types import Array, Rollout, RoutingRecord, StopReason
 from jrl.types.asks import BASELINE, Ask, Asks, Tokens
 
-Sample = Callable[[Tokens, Members, Ask], tuple[Rollout, dict[str, Any], dict[str, Any]]]
-"""(prompts, members, an ask that says by which policy and tree) -> (rollout, labels, counts)."""
+SampleMembers = Callable[[Tokens, Members, Ask], tuple[Rollout, dict[str, Any], dict[str, Any]]]
+"""(prompts, members, an ask with their policy and tree) -> (rollout, labels, counts)."""
 
 
-Drawn = tuple[Rollout, dict[str, Any], dict[str, Any]]
-"""(rollout, labels of members by name, counts), as a sampler gives them."""
+SampledMembers = tuple[Rollout, dict[str, Any], dict[str, Any]]
+"""(rollout [N, G, T], labels of members by name, counts), as a sampler returns them."""
 
 
 def plain_ask(asks: Asks, temperature: Any) -> tuple[Ask, Members] | None:
@@ -44,18 +44,18 @@ def plain_ask(asks: Asks, temperature: Any) -> tuple[Ask, Members] | None:
 
 def join_drawn(
     asks: Asks,
-    together: Drawn | None,
-    sample: Sample,
+    together: SampledMembers | None,
+    sample: SampleMembers,
     prompts: Tokens,
     temperature: Any,
     limit: int,
-) -> Drawn:
-    """The members that the asks of a request are for.
+) -> SampledMembers:
+    """The members of all asks of a request, in the order of the asks.
 
     Args:
       asks: of the same tickets.
-      together: what was sampled for ``plain_ask``. The caller does that, to keep traces short.
-      sample: draws the members of an ask with a context or a prefix.
+      together: members sampled for ``plain_ask``. The caller samples them, to keep traces short.
+      sample: samples the members of an ask with a context or a prefix.
       prompts: the problems' own, N of them.
       temperature: [] float32, the run's.
       limit: T, the most tokens of a completion.
@@ -113,7 +113,7 @@ def members_of(asks: Sequence[Ask], temperature: Any) -> Members:
     xp: Any = np if isinstance(parts[0][0], np.ndarray) else jnp
 
     def each(name: str, default: Any) -> Any:
-        """[N, sum of widths], or None where no ask says anything."""
+        """[N, sum of widths], or None if no ask sets it."""
         by_ask = [getattr(ask, name) for ask in asks]
         if all(x is None for x in by_ask):
             return None
@@ -132,15 +132,15 @@ def members_of(asks: Sequence[Ask], temperature: Any) -> Members:
 
 
 def _columns(part: tuple[Any, ...], columns: slice, *, counts: bool) -> tuple[Any, Any, Any]:
-    """Some members of what was sampled together; the counts go with the first of them."""
-    rollout, labels, numbers = part
+    """Some of the members sampled together; ``counts`` says whether to return their counts."""
+    rollout, labels, part_counts = part
     whole = rollout.replace(prompt_tokens=None, prompt_lengths=None, routing=None)
     picked = jax.tree.map(lambda x: x[:, columns], whole).replace(
         prompt_tokens=rollout.prompt_tokens, prompt_lengths=rollout.prompt_lengths
     )
     if (routing := rollout.routing) is not None:
         picked = picked.replace(routing=routing.replace(tokens=routing.tokens[:, columns]))
-    return picked, {n: x[:, columns] for n, x in labels.items()}, numbers if counts else {}
+    return picked, {n: x[:, columns] for n, x in labels.items()}, part_counts if counts else {}
 
 
 def flagged(rollout: Rollout, asks: Asks) -> Rollout:
@@ -166,7 +166,7 @@ def _joined_labels(parts: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
 
 
 def _with_text(
-    ask: Ask, sample: Sample, prompts: Tokens, temperature: Any, limit: int
+    ask: Ask, sample: SampleMembers, prompts: Tokens, temperature: Any, limit: int
 ) -> tuple[Rollout, dict[str, Any], dict[str, Any]]:
     """The members of an ask with a context or a prefix of its own."""
     under = prompts if ask.context is None else ask.context
@@ -177,7 +177,7 @@ def _with_text(
     members = members_of([ask], temperature)
     room = jnp.maximum(limit - ask.prefix.lengths, 0)[:, None]
     most = room if members.limit is None else jnp.minimum(members.limit, room)
-    # With its prefix a member is as long as any other, so that it fits where they do.
+    # Prefix and sampled tokens together stay within the limit of a completion.
     fits = {"limit": jnp.broadcast_to(most, members.number.shape), "fits": True}
     members = members.replace(**fits)
     rollout, labels, counts = sample(appended(under, ask.prefix), members, ask)
@@ -185,7 +185,7 @@ def _with_text(
 
 
 def appended(prompts: Tokens, more: Tokens) -> Tokens:
-    """Prompts [N, P + W] that go on with further tokens."""
+    """Prompts [N, P + W], each followed by further tokens."""
     p, w = prompts.ids.shape[1], more.ids.shape[1]
     column = jnp.arange(p + w)[None]
     start = prompts.lengths[:, None]
@@ -196,9 +196,9 @@ def appended(prompts: Tokens, more: Tokens) -> Tokens:
 
 
 def behind_prefix(rollout: Rollout, prefix: Tokens) -> Rollout:
-    """Completions that begin with a prefix which nobody drew; as wide as before.
+    """Completions that begin with a prefix that was not sampled; T columns as before.
 
-    What was drawn keeps its log-probabilities and versions; the prefix has mask False, version -1.
+    Sampled tokens keep their log-probabilities and versions; the prefix has mask False, version -1.
     """
     t, w = rollout.tokens.shape[2], prefix.ids.shape[1]
     here = jnp.arange(t)[None, None]
@@ -293,7 +293,7 @@ def join_members(rollouts: Sequence[Rollout]) -> Rollout:
 
 
 def _joined_routing(rollouts: Sequence[Rollout], xp: Any) -> RoutingRecord | None:
-    """The record of all members; those that nobody sampled have none."""
+    """The routing record of all members, -1 for members without one; None if no member has one."""
     record = next((r.routing for r in rollouts if r.routing is not None), None)
     if record is None:
         return None

@@ -54,20 +54,20 @@ class Tools(Protocol):
     """Tools of a kind of data for plans."""
 
     def solutions(self, asks: Asks, number: int | None = None) -> Tokens:
-        """The data's own solution of each entry of the first ask, or the one of a number."""
+        """The data's solution of each entry of the first ask; solution ``number`` of several."""
 
     def hints(self, groups: PlacedGroups, level: Any, levels: int) -> Mapping[str, Any]:
         """Fields of an ask, [m] entries, that give hint number ``level`` of ``levels``."""
 
     def samples(self, groups: PlacedGroups) -> list[list[Any]]:
-        """The members of groups as reward functions see them; of prompts in text alone."""
+        """The members of groups as reward functions see them; for prompts in text only."""
 
     def contexts(self, questions: Sequence[str], most: int) -> tuple[Tokens, Any]:
-        """Prompts with questions of the plan's own, and which can be used; of text alone."""
+        """(prompts of the plan's own questions, [n] bool: those that fit); for text only."""
 
 
 def same_rows(tickets: Any) -> Any:
-    """The order in which ticket number i is row i."""
+    """The order in which ticket i uses row i."""
     return tickets
 
 
@@ -75,7 +75,7 @@ class Setting(NamedTuple):
     """Constants of the collector over a run's steps.
 
     Attributes:
-      method: what is trained with; its curriculum, plan, rewards and edits are used here.
+      method: its curriculum, plan, rewards and edits are used here.
       prompts: N.
       group: G.
       weights: [R] float32, of the reward parts.
@@ -85,8 +85,8 @@ class Setting(NamedTuple):
       tools: (root key) -> tools of the data for plans; None without any.
       table: the problems, for a curriculum.
       contexts: whether asks may have contexts that are trained under, which takes a host.
-      in_order: (tickets [n], size) -> [n] int32 in [0, size): the data's own order of so many
-        problems, for a curriculum on the host; None where there is none.
+      in_order: (tickets [n], size) -> [n] int32 in [0, size): the data's own order of ``size``
+        problems, for a curriculum on the host; None if there is none.
     """
 
     method: Method
@@ -134,7 +134,8 @@ class Drawn(NamedTuple):
 
 
 Rounds = Callable[[Draw, Drawn, Any, Now, Setting], tuple[Drawn, Any]]
-"""(source, the first draw, the step's first ticket, step, constants) -> (all draws, rounds)."""
+"""(source, the first draw, the step's first ticket, step, constants) -> (all draws, [] float
+rounds)."""
 
 
 class First(NamedTuple):
@@ -194,8 +195,8 @@ def rest_of_step(
       rounds: ``host_rounds`` or ``traced_rounds``.
 
     Returns:
-      (groups with the method's rewards, what is carried, counts). With ``Plan.next`` the places and
-      columns are the bounds in a compiled run, and what was asked for on the host.
+      (groups with the method's rewards, the collector's state, counts). With ``Plan.next`` places
+      and columns are the bounds in a compiled run, and those asked for on the host.
     """
     groups = place(first_groups, first.origin, setting.weights, setting.judge)
     if setting.method.plan.next is None:
@@ -242,7 +243,7 @@ def issue(
       setting: of the run.
 
     Returns:
-      (tickets, what is carried, rows used in this step).
+      (tickets, the collector's state, rows used in this step).
     """
     curriculum = setting.method.curriculum
     xp: Any = np if isinstance(collected.cursor, int | np.integer | np.ndarray) else jnp
@@ -339,7 +340,7 @@ def _numbered(asks: Asks, drawn: Drawn, state: Any) -> tuple[Asks, Mapping[str, 
 def _put(
     groups: PlacedGroups, sampled: Any, asks: Asks, prior: Any, number: Any, base: Any
 ) -> PlacedGroups:
-    """The groups with what one request of a round gave."""
+    """The groups with the members that one request of a round sampled."""
     origin = Origin(asks[0].ticket, asks[0].row, numbers(asks), uses(asks), number, prior)
     new = place(sampled, origin, groups.weights, groups.judge)
     return put_members(groups, new, origin, base)
@@ -393,7 +394,7 @@ def _strong(x: Any) -> Any:
 
 
 def bounds(groups: PlacedGroups, setting: Setting) -> tuple[int, int]:
-    """(places, columns) of a step's groups behind all rounds, static."""
+    """(places, columns) of a step's groups after all rounds, static."""
     plan, (m, size) = setting.method.plan, groups.use.shape
     return m + plan.prompts(setting.prompts), size + plan.members(setting.group)
 
@@ -401,7 +402,7 @@ def bounds(groups: PlacedGroups, setting: Setting) -> tuple[int, int]:
 def host_rounds(
     draw: Draw, drawn: Drawn, base: Any, now: Now, setting: Setting
 ) -> tuple[Drawn, Any]:
-    """The plan's rounds on the host: what is asked for is sampled, and nothing else.
+    """The plan's rounds on the host, where only the requested members are sampled.
 
     Returns:
       (the draws, rounds).
@@ -448,9 +449,9 @@ def _without(count: int, drawn: Drawn) -> Drawn:
 
 
 def _live_entries(asks: Asks, prior: Mapping[str, Any]) -> tuple[Asks, dict[str, Any]]:
-    """The entries that ask for any members, in a number that is a power of two.
+    """The entries with members, padded with empty ones to a power of two.
 
-    Other numbers would be other programs; what fills up asks for nothing.
+    Each other number of entries would be another compiled program.
     """
     count = np.stack([ask.count for ask in asks]).max(axis=0)
     live = np.flatnonzero(count > 0)

@@ -59,7 +59,7 @@ class TaskTools(NamedTuple):
 
 @partial(jax.jit, static_argnums=0)
 def _task_solutions(task: Task, key: Array, rows: Array) -> Tokens:
-    """Solutions [N, T]; one that lacks its stop token counts as longer than T."""
+    """Solutions [N, T]; one without a stop token counts as longer than T."""
     keys = jax.vmap(lambda i: stream(key, "data", i))(jnp.asarray(rows))
     problems = jax.vmap(partial(task.generate, split="train"))(keys)
     ids, lengths, complete = jax.vmap(partial(task_solution, task))(problems)
@@ -78,7 +78,7 @@ def task_solution(task: Task, problem: Any) -> tuple[Array, Array, Array]:
 
 
 def _of_several(prompt: Prompt, number: int | None) -> np.ndarray:
-    """A prompt's solution, or the one of a number: each ends with the token of the last one's end.
+    """A prompt's solution, or number ``number`` of several; all end with the last one's end token.
 
     Rows with fewer are refused when the data are read.
     """
@@ -206,7 +206,7 @@ class TextTools(NamedTuple):
 
 
 class Hinter:
-    """(prompt, hint) -> token ids of the prompt's question with the hint behind it.
+    """(prompt, hint) -> token ids of the prompt's question followed by the hint.
 
     Args:
       run: on text, whose template turns questions into prompts.
@@ -221,8 +221,8 @@ class Hinter:
         """The template's tokens before and after a question; computed with the first hint."""
         if self._around == ("", ""):
             (probe,) = question_prompts(self._run, [self._MARK])
-            before, _, behind = probe.text.partition(self._MARK)
-            self._around = before, behind
+            before, _, after = probe.text.partition(self._MARK)
+            self._around = before, after
         return self._around
 
     def __call__(self, prompt: Prompt, hint: str) -> np.ndarray:
@@ -232,10 +232,10 @@ class Hinter:
           UserError: the prompt is not the template's, as one that was truncated, or is a
             conversation.
         """
-        before, behind = self._template()
+        before, after = self._template()
         text, begin = prompt.text, len(before)
-        end = len(text) - len(behind)
-        if not (text.startswith(before) and text.endswith(behind) and begin <= end):
+        end = len(text) - len(after)
+        if not (text.startswith(before) and text.endswith(after) and begin <= end):
             raise UserError(
                 f"prompt {prompt.id} was cut, and a hint has no place in it; raise"
                 " data.max_prompt_tokens, or set data.overlong to 'drop'"
@@ -245,7 +245,7 @@ class Hinter:
         plain, hinted = question_prompts(
             self._run, [question, f"{question}\n\nHint: {hint}"], limit
         )
-        # What a conversation has between its messages would be read as the words of a user.
+        # The template's tokens between messages would otherwise be encoded as words of a user.
         if not np.array_equal(plain.tokens, prompt.tokens):
             raise UserError(
                 f"prompt {prompt.id} is more than a question of text (it has several messages,"
@@ -256,7 +256,7 @@ class Hinter:
 
 
 def padded(texts: Sequence[np.ndarray], most: int = 0) -> Tokens:
-    """Token sequences as arrays; those longer than ``most`` are cut, and their lengths are not.
+    """Token sequences as arrays, cut at ``most`` tokens; the lengths are those before the cut.
 
     The width is a multiple of 16, or ``most`` where that is given.
     """

@@ -31,11 +31,11 @@ from jrl.system.float32 import sum_overflows
 from jrl.types import NOTHING, SILENT, Prompt, Rollout, StopReason, opinions
 from jrl.types.asks import DrawRequest
 
-Points = Mapping[str, Any]
-"""Points [N, G] float32 by reward part."""
-Stage = Callable[[Groups, Points, DrawRequest | None], tuple[Groups, Points]]
-"""(groups, points so far, what they were drawn for; None of completions that were there already)
--> (groups, further points)."""
+PartPoints = Mapping[str, Any]
+"""Points [N, G] float32 by reward part; NaN for no opinion."""
+Stage = Callable[[Groups, PartPoints, DrawRequest | None], tuple[Groups, PartPoints]]
+"""(groups, points of earlier parts, their request or None for existing completions) -> (groups,
+points of further parts)."""
 
 
 STEPS: Mapping[str, tuple[str, Callable[..., np.ndarray]]] = {
@@ -43,22 +43,22 @@ STEPS: Mapping[str, tuple[str, Callable[..., np.ndarray]]] = {
     "step": ("step", at_turn_ends),
     "progress": ("step", at_progress),
 }
-"""Of reward models that pay by step: what ``by`` says -> (the label of steps, (values, mask, steps)
--> points by token)."""
+"""``by`` of a reward model that scores steps -> (label of the steps, (values, mask, steps) ->
+points by token)."""
 
 
 class JudgedParts(Around):
-    """A source with further reward parts than those that it gives itself.
+    """A source that adds reward parts to those of the source it wraps.
 
     Args:
       source: of groups with some of the parts.
-      gives: their names, in the order of its columns.
-      stages: what gives the others, one after the other.
-      names: all parts, in the order wanted.
-      combined: the parts made of others.
-      calls: what began while the source was drawing; None where nothing does.
-      certain: the parts that always have an opinion: a NaN of theirs is a fault, which must come to
-        light as a loss that is not finite, and not pass for silence.
+      gives: names of its parts, in the order of its columns.
+      stages: compute further parts, in this order.
+      names: all parts, in the order of the resulting columns.
+      combined: the parts computed from others.
+      calls: calls that begin while the source samples; None for none.
+      certain: parts that always have an opinion. A NaN of these is a fault: it must reach the loss
+        as a non-finite number, not count as "no opinion".
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class JudgedParts(Around):
 
 
 def with_paid(groups: Groups, paid: np.ndarray | None) -> Groups:
-    """The groups with what else is paid at their tokens, [N, G, T] float32; None for nothing."""
+    """The groups with ``paid`` [N, G, T] float32 added to the rewards per token; None adds none."""
     if paid is None:
         return groups
     stats = jax.device_get(groups.stats or {})
@@ -129,15 +129,17 @@ def function_stage(
     prompts_of: Callable[[Groups], Sequence[Prompt]],
     calls: RowCalls | None = None,
 ) -> Stage:
-    """The reward functions on the host, beside what the source pays itself.
+    """The stage of the reward functions on the host.
 
     Args:
       scorer: that calls them.
-      prompts_of: (groups) -> their N prompts, as the functions are to see them.
-      calls: that began while members were drawn; None for none.
+      prompts_of: (groups) -> their N prompts, as the functions see them.
+      calls: calls that began while members were sampled; None for none.
     """
 
-    def stage(groups: Groups, points: Points, request: DrawRequest | None) -> tuple[Groups, Points]:
+    def stage(
+        groups: Groups, points: PartPoints, request: DrawRequest | None
+    ) -> tuple[Groups, PartPoints]:
         rollout = jax.device_get(groups.rollout)
         spoken = groups.spoken or ()
         begun = None if calls is None else calls.begun
@@ -174,7 +176,9 @@ def rendered_prompts(task: Any) -> Callable[[Groups], list[Prompt]]:
 def model_stage(rewards: RunRewards) -> Stage:
     """The reward models of a run that read the policy's tokens."""
 
-    def stage(groups: Groups, points: Points, request: DrawRequest | None) -> tuple[Groups, Points]:
+    def stage(
+        groups: Groups, points: PartPoints, request: DrawRequest | None
+    ) -> tuple[Groups, PartPoints]:
         more, paid = dict[str, Any](), None
         for name, model in rewards.models.items():
             if model.by == "completion":
@@ -182,7 +186,7 @@ def model_stage(rewards: RunRewards) -> Stage:
                 continue
             mask = np.asarray(jax.device_get(groups.rollout.mask))
             label, pays = STEPS[model.by]
-            # Where nobody recorded steps, as in evaluation, a completion is one.
+            # Without recorded steps, as in evaluation, a completion is one step.
             steps = jax.device_get(groups.ids.get(label, np.zeros(mask.shape, np.int32)))
             values = pays(model.of_tokens(groups.rollout), mask, steps)
             more[name] = values.sum(axis=-1)
@@ -195,7 +199,9 @@ def model_stage(rewards: RunRewards) -> Stage:
 def judge_stage(judges: TextParts, prompts_of: Callable[[Groups], Sequence[Prompt]]) -> Stage:
     """A stage of judges, which may read the rewards so far, and models that read text."""
 
-    def stage(groups: Groups, points: Points, request: DrawRequest | None) -> tuple[Groups, Points]:
+    def stage(
+        groups: Groups, points: PartPoints, request: DrawRequest | None
+    ) -> tuple[Groups, PartPoints]:
         rollout = jax.device_get(groups.rollout)
         texts = Texts(prompts_of(groups), rollout, judges.tokenizer, groups.spoken or ())
         weights = NOTHING if request is None else request.weights
@@ -216,7 +222,9 @@ def likelihood_stage(
 ) -> Stage:
     """The policy's own probabilities of the answers."""
 
-    def stage(groups: Groups, points: Points, request: DrawRequest | None) -> tuple[Groups, Points]:
+    def stage(
+        groups: Groups, points: PartPoints, request: DrawRequest | None
+    ) -> tuple[Groups, PartPoints]:
         if "context" in groups.ids:
             raise UserError(
                 f"rewards.{next(iter(parts))}: the policy does not read an episode with several"
@@ -239,18 +247,20 @@ def judged_parts(
     pool: RewardPool | None,
     split: str = "train",
 ) -> Source:
-    """The source with all reward parts of the run: functions, reward models, and what is combined.
+    """The source with all reward parts of the run: functions, models, judges, combined parts.
 
     Args:
       run: from ``train.build.setup``.
-      source: gives the parts that the data give; in text those of functions, too. Where it says
-        which rows have ended while it draws, calls about them begin at once.
+      source: computes the parts of the data; a ``TextSource`` those of functions, too. If it
+        reports rows as they end (``EndsRows``), calls about them begin at once.
       pool: the reward functions on the host.
       split: "train" or "eval".
     """
     rewards, stages = run.rewards, list[Stage]()
     gives, functions = rewards.given_by("data"), rewards.given_by("function")
-    gives = getattr(source, "parts", gives)  # an environment's go before functions of their name
+    gives = getattr(
+        source, "parts", gives
+    )  # an environment's parts win over functions of that name
     on_host, judges, calls = None, None, None
     if functions and pool is not None:
         on_host = HostScorer(pool, run.tokenizer, split, run.config.train.steps)
@@ -261,7 +271,7 @@ def judged_parts(
         calls = RowCalls(on_host, judges)
         source.ended = calls.submit
     if isinstance(source, TextSource):
-        gives, certain = functions, ()  # it judges by them itself
+        gives, certain = functions, ()  # it calls the functions itself
         if source.draws > 1 and (on_host or judges):
             calls = RowCalls(on_host, judges)
             source = dataclasses.replace(source, calls=calls)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrl.collect.members import Drawn, join_drawn, plain_ask
+from jrl.collect.members import SampledMembers, join_drawn, plain_ask
 from jrl.collect.sources import Groups, counted_draw, entries
 from jrl.data.tasks import Task
 from jrl.episodes import Env
@@ -78,7 +78,7 @@ def task_rollout(
             *members,
         )
 
-    def sample(prompts: Tokens, members: Members, ask: Ask) -> Drawn:
+    def sample(prompts: Tokens, members: Members, ask: Ask) -> SampledMembers:
         return counted_draw(generate(*arguments(prompts, ask, members), slots=plan, **how))
 
     prompts, together = Tokens(problems.tokens, problems.length), None

@@ -1,4 +1,4 @@
-"""Groups that are the leaves of a search tree: what a training step draws with ``Draw.search``.
+"""Groups that are the leaves of a search tree, as a method's plan or ``[tree]`` asks for them.
 
 In rounds a node of each prompt's tree is chosen (UCT, PUCT, ...), steps are drawn to follow it, and
 a path that ends is judged and backed up. The leaves are the group's members, in the order in which
@@ -107,7 +107,7 @@ class TreeSearch(Around):
         self._sizes = width, rows.rows.max_new_tokens
 
     def draw(self, request: DrawRequest) -> Groups:
-        """As ``Source.draw``; entries that ask for no tree are drawn without search."""
+        """As ``Source.draw``; entries without a tree are sampled independently."""
         # Every entry of the request, whether it is searched or not, so that the groups come back in
         # its order.
         tickets, rows = all_entries(request)
@@ -143,13 +143,13 @@ class TreeSearch(Around):
         group = plan.leaves
         groups, points, judged_by_tree = [], [], []
         for tree in searched.trees:
-            # In the order drawn, not the best ones: choosing by score would bias the group's
+            # In the order of sampling, not the best ones: choosing by score would bias the group's
             # baseline.
             leaves = tree.leaves()[:group]
             scores = [judged.points[episode_at(tree, leaf)] for leaf in leaves]
             points.append([each for each, _ in scores])
             judged_by_tree.append([is_known for _, is_known in scores])
-            # A leaf that nobody could judge would keep what it shares from being trained.
+            # A leaf without a score must not be the member that trains the shared tokens.
             groups.append(leaf_rows(tree, leaves, judged_by_tree[-1], plan.value)[0])
         rows = to_rollout(groups, RowShape(group, *self._sizes))
         # ABORTED leaves the group: its points are not 0, they are unknown.
@@ -158,8 +158,7 @@ class TreeSearch(Around):
         costs = ("slot_tokens", "slot_steps", "read_tokens", "reread_tokens")
         counts = {name: searched.counts[name] for name in costs}
         counts |= {
-            # What stands in rows beyond the tokens that are trained: the past shared with earlier
-            # members.
+            # Tokens of rows that are not trained: the past shared with earlier members.
             "tree_shared_tokens": float((node > 0).sum() - rows.rollout.mask.sum()),
             "search_nodes": float(sum(len(tree.nodes) - 1 for tree in searched.trees)),
             "search_leaves": float(sum(len(tree.leaves()) for tree in searched.trees)),
@@ -179,7 +178,7 @@ class TreeSearch(Around):
 
 
 class Leaves:
-    """Judges the paths of a search: those that ended by rewards, the others by estimates.
+    """Scores the paths of a search: finished ones by rewards, the others by estimates.
 
     Attributes:
       points: leaf -> points [R] of its reward parts, and whether they are known.
@@ -202,28 +201,27 @@ class Leaves:
         self.counts: dict[str, float] = {}
 
     def score(self, episodes: Sequence[Episode]) -> list[float | None]:
-        """Points of the paths of a round; None where nothing is known yet."""
+        """Points of the paths of a round; None for paths without a score yet."""
         scores: dict[Episode, float] = {}
-        # The leaves of a round together, as one batch of the judge: a reward model or a pool of
-        # workers costs by the call.
+        # All leaves of a round in one call, because a reward model or a pool of workers has a cost
+        # per call.
         if leaves := [e for e in episodes if e.ending is not None]:
             scores |= self._judge(leaves)
         paths = [e for e in episodes if e.ending is None]
         if paths and self._estimate is not None:
             whole = [np.concatenate([e.opening, e.past()]) for e in paths]
-            # Of one width, whatever the paths' lengths, so that only the number of paths makes a
-            # program.
+            # All of one width, so that programs differ only in the number of paths.
             most = self._width + self._limit
             scores |= dict(zip(paths, estimates(self._estimate, most, whole), strict=True))
         return [scores.get(episode) for episode in episodes]
 
     def _judge(self, leaves: Sequence[Episode]) -> dict[Episode, float]:
-        """The score of leaves, each judged once; none where it is not known."""
+        """The scores of leaves, each computed once; leaves without a score are left out."""
         tokens = np.zeros((len(leaves), self._limit), np.int32)
         lengths = np.array([leaf.at.length for leaf in leaves], np.int32)
         for row, leaf in zip(tokens, leaves, strict=True):
             row[: leaf.at.length] = leaf.past()
-        # A leaf cut at its limit is truncated for the judge too, as any completion is.
+        # A leaf cut at its limit counts as truncated, as any completion does.
         complete = np.array([leaf.stop == StopReason.STOP_TOKEN for leaf in leaves])
         whose = np.array([leaf.problem.group for leaf in leaves])
         prompts = [self._prompts[i] for i in whose]
@@ -235,7 +233,7 @@ class Leaves:
         rollout = demonstration_rollout(*padded, tokens, lengths, complete, 1)
         judged = self._source.judge(about, prompts, rollout)
         self.counts = added_counts(self.counts, judged.counts)
-        # A judge may fail for one leaf; its node then is not backed up, and the search goes on.
+        # A reward may fail for one leaf; it is then not backed up, and the search continues.
         judged_leaves, scores = counted(judged.rollout)[:, 0], {}
         for leaf, points, is_known in zip(leaves, judged.rewards[:, 0], judged_leaves, strict=True):
             self.points[leaf] = points, bool(is_known)
@@ -318,7 +316,7 @@ def run_estimate(run: Run) -> Estimate | None:
 
 
 def value_estimate(run: Run, points: Callable[[Any], Any]) -> Estimate:
-    """The run's value network at the last token, as ``points`` of its number."""
+    """The run's value network at the last token, mapped by ``points``."""
     value, network = run.value, run.network
     assert value is not None
 
@@ -363,11 +361,11 @@ def undrawn_text(
 
 
 def group_of(request: DrawRequest) -> int:
-    """G: the members of each group of a request whose asks all have room for as many."""
+    """G: members of each group of a request, whose asks all have the same width."""
     (group,) = {ask.width for ask in request.asks}
     return group
 
 
 def drawn_alone(request: DrawRequest) -> list[bool]:
-    """For each entry of a request, whether its members are drawn without search."""
+    """[entries] bool: whether the members of an entry are sampled without search."""
     return [ask.tree is None for ask in request.asks for _ in range(ask.entries)]

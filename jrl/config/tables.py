@@ -562,7 +562,7 @@ class Config(Table):
         "coefficients of the loss: the method's (`jrl methods NAME`), and with every method"
         " correction (for the sampler's distribution), epochs (passes over a batch) and, for models"
         " with experts, router_balance and router_z (weights of losses on routers), router_replay"
-        " (true: each token goes to the experts that the sampler chose): docs/recipes.md",
+        " (true: each token goes to the experts that the sampler chose): configs/README.md",
     )
     tree: Tree = key(MethodTree(), "")
     rewards: Annotated[dict[str, RewardTable], BeforeValidator(_parts)] = key(

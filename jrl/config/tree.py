@@ -1,4 +1,4 @@
-"""``[tree]``: how members of a group leave one another; a table of keys for each ``tree.kind``."""
+"""``[tree]``: how members of a group share prefixes; a table of keys for each ``tree.kind``."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from pydantic import Discriminator, Tag
 from jrl.config.base import Table, key
 
 TREE_KIND = (
-    "branch: members leave one another at tokens, or behind answers of an environment; search: they"
-    " are the leaves of a search; none: they are drawn apart; method: as the method has it"
+    "branch: members branch off one another, at tokens or after replies of an environment; search:"
+    " members are the leaves of a tree search; none: members are sampled independently; method: the"
+    " method's own choice"
 )
 
 
 class MethodTree(Table):
-    """Members are drawn as the method says."""
+    """Members are sampled as the method chooses."""
 
     kind: Literal["method"] = key("method", TREE_KIND)
 
 
 class NoTree(Table):
-    """Members are drawn apart."""
+    """Members are sampled independently."""
 
     kind: Literal["none"] = key("none", TREE_KIND)
 
@@ -31,16 +32,17 @@ class BranchTree(Table):
 
     kind: Literal["branch"] = key("branch", TREE_KIND)
     at: Literal["entropy", "gap", "surprise", "even"] | None = key(
-        None, "which tokens are left; entropy unless the method says otherwise"
+        None,
+        "token at which a member branches: of the highest entropy, the smallest gap between the"
+        " two likeliest tokens, the lowest probability (surprise), or in the middle (even); default"
+        " entropy, or the method's choice",
     )
-    roots: int | None = key(None, "members drawn from the prompt; 0: half of the group", ge=0)
-    rounds: int | None = key(
-        None, "rounds in which members branch; of a search, in which nodes are expanded", ge=1
-    )
+    roots: int | None = key(None, "members sampled from the prompt; 0: half of the group", ge=0)
+    rounds: int | None = key(None, "rounds of branching, or of expanding nodes of a search", ge=1)
     above: float | None = key(
         None,
-        "what the number of a token must exceed, in nats for entropy and surprise, in probability"
-        " for gap; not read with even",
+        "branch only where the token's value exceeds this, in nats for entropy and surprise, in"
+        " probability for gap; not read with even",
         ge=0,
     )
 
@@ -52,17 +54,15 @@ class SearchTree(Table):
     by: (
         Literal["uct", "puct", "frontier", "best_first", "beam", "greedy", "dvts", "best_of_n"]
         | None
-    ) = key(None, "how nodes are chosen; puct unless the method says otherwise")
+    ) = key(None, "search algorithm; default puct, or the method's choice")
     rounds: int | None = key(None, BranchTree.model_fields["rounds"].description or "", ge=1)
-    width: int | None = key(None, "steps drawn from a node", ge=1)
+    width: int | None = key(None, "steps sampled from a node", ge=1)
     tokens: int | None = key(
         None,
-        "most tokens of a step of text, which ends with a line, too; not read in episodes",
+        "most tokens of a step in text, where a newline ends a step, too; not read in episodes",
         ge=1,
     )
-    exploration: float | None = key(
-        None, "how much uct and puct count that a node was seldom visited", ge=0
-    )
+    exploration: float | None = key(None, "exploration constant of uct and puct", ge=0)
 
 
 def _tree_kind(value: Any) -> str | None:

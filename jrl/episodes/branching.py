@@ -1,8 +1,9 @@
-"""Episodes on the host that branch: who is left behind which answer, and rows for the tree.
+"""Episodes on the host that branch: the points of forking, and training rows of the tree.
 
-The members of a group begin as some episodes; the others leave these behind an answer of the
-environment, with a copy of its state and of the row's cache. Which member leaves whom depends on
-what the two of them drew alone, never on when environments answer or on slots.
+Some members of a group, the roots, start from the prompt; each of the others forks from an existing
+member after an answer of the environment, with a copy of its state and of the row's cache. Which
+member forks where depends only on the tokens that the two sampled, never on slots or on when
+environments answer.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jrl.sampling.tree import check_branching
 from jrl.types import Branching
 
 MEASURED_TOKENS = 20
-"""Tokens at the beginning of a turn whose mean number says how unsure the policy is there."""
+"""First tokens of a turn whose mean measure is the policy's uncertainty there."""
 
 
 class EpisodeBranches:
@@ -31,8 +32,8 @@ class EpisodeBranches:
       slots: of the rows that they are played in.
 
     Attributes:
-      roots: members that begin by themselves.
-      measure: of the distributions that tokens are drawn from; None where nothing is.
+      roots: number of members that start from the prompt.
+      measure: of the distributions that tokens are sampled from; None for none.
 
     Raises:
       UserError: a tree that does not fit the group or the slots.
@@ -41,39 +42,39 @@ class EpisodeBranches:
     def __init__(self, branching: Branching, group: int, slots: int) -> None:
         # Episodes branch as they are played, in one round.
         branching = check_branching(branching._replace(rounds=1), group, slots)
-        # Roots have the smallest member numbers, so the draws of a root do not depend on whether it
-        # is ever left.
+        # Roots have the smallest member numbers, so their samples do not depend on later forks.
         self.roots, self._branching, self._group = branching.roots, branching, group
         self.measure: Measure | None = PLACES[branching.at]
 
     def deal(self, members: Sequence[Episode]) -> None:
-        """Gives the roots of a group equal shares of the members that will leave them.
+        """Gives each root an equal share of the members that will fork from it.
 
-        Were they shared out as episodes ask for them, the first to play a turn would get more.
+        Shares on demand would give more to the episodes that play their turns first.
         """
         for i, root in enumerate(members[: self.roots]):
             root.branch.spare = tuple(range(self.roots + i, self._group, self.roots))
 
     def leaves(self, episode: Episode) -> bool:
-        """Whether a member leaves the episode before the turn that has just ended.
+        """Whether a member forks from the episode before the turn that has just ended.
 
-        It does where the first tokens of the turn are more uncertain than those of the first turn
-        were, by more than ``Branching.above``, and if the episode has members to give.
+        It does if the first tokens of the turn are more uncertain than those of the first turn, by
+        more than ``Branching.above``, and the episode has members left in its share.
         """
         rise = np.inf
         if self._branching.at != "even":
             number = float(self._numbers(episode)[:MEASURED_TOKENS].mean())
             if episode.at.turn == 0:
                 episode.branch.usual = number
-            # Against the episode's own first turn, not a constant: policies and prompts differ in
-            # how sure they are.
+            # Relative to the episode's first turn, not a constant: policies and prompts differ in
+            # uncertainty.
             rise = number - episode.branch.usual
-        # Behind its own past a branch would only sample once more what its source was left for.
+        # A branch must not fork at its own first turn: it would resample the turn at which it was
+        # itself forked.
         later = episode.at.turn > episode.branch.first
         return later and bool(episode.branch.spare) and bool(rise > self._branching.above)
 
     def _numbers(self, episode: Episode) -> np.ndarray:
-        """[t] float32 of the last turn: what is measured, else how surprising each token was."""
+        """[t] float32 of the last turn: the measure, or minus the log-probabilities without one."""
         if self.measure is not None:
             return episode.turn.measured
         logprobs = episode.segments[-1].logprobs
@@ -81,9 +82,9 @@ class EpisodeBranches:
         return -logprobs
 
     def take(self, episode: Episode, members: Sequence[Episode]) -> Episode:
-        """The member that leaves an episode now; both keep half of the other members to give."""
-        # Halved as in a binary tree: which member leaves whom then depends on these two episodes
-        # alone, whatever the others do meanwhile.
+        """Forks the next member off an episode; both get half of the remaining share."""
+        # Halved as in a binary tree: the forks then depend only on these two episodes, not on the
+        # progress of others.
         number, *rest = episode.branch.spare
         child, half = members[number], len(rest) // 2
         episode.branch_off(child)
@@ -92,12 +93,13 @@ class EpisodeBranches:
 
 
 def tree_of(members: Sequence[Episode]) -> tuple[list[Transcript], int]:
-    """The transcripts of a group of episodes that branched, as ``trained_once`` makes rows of them.
+    """The transcripts of a group of episodes that branched, with shared tokens trained once.
 
-    ``Segment.node`` numbers the stretches that the same living members go through, from 1 on.
+    ``Segment.node`` numbers the stretches that are shared by the same members, from 1 on; failed
+    members do not count.
 
     Returns:
-      A transcript a member, and the tokens that stand in rows as the past of another member.
+      (a transcript for each member, the number of tokens that are the past of another member).
     """
     rows = [episode.transcript() for episode in members]
     alive = [episode for episode, row in zip(members, rows, strict=True) if row.alive]
@@ -112,7 +114,7 @@ def tree_of(members: Sequence[Episode]) -> tuple[list[Transcript], int]:
         pairs = zip(episode.segments, names, strict=True)
         segments = tuple(part._replace(node=node[through[name]]) for part, name in pairs)
         rows[episode.member] = rows[episode.member]._replace(segments=segments)
-    # A failed member trains nothing, so what it shares must count as drawn in one that is alive.
+    # A failed member is not trained, so a living one must train the tokens that they share.
     living = [rows[episode.member] for episode in alive]
     trained, shared = trained_once(living, origins, [True] * len(alive))
     for episode, row in zip(alive, trained, strict=True):

@@ -20,7 +20,7 @@ from jrl.types import Prompt, StopReason
 ABSENT: Any = object()
 """The state of an episode that has not opened or has ended; an environment's own may be None."""
 _CONTEXT_STRIDE = 1 << 20
-"""More than a group has members, and a tree nodes."""
+"""Greater than the members of a group and the nodes of a tree."""
 
 
 class Position(NamedTuple):
@@ -28,9 +28,9 @@ class Position(NamedTuple):
 
     Attributes:
       turn: number of the turn.
-      player: who takes it.
+      player: index of the player who takes it.
       context: number of the context.
-      length: tokens behind the opening in this context.
+      length: tokens after the opening in this context.
       state_id: of the environment's state.
     """
 
@@ -48,7 +48,7 @@ class Sampled(NamedTuple):
       tokens: [t] int32.
       logprobs: [t] float32, nats.
       version: of the policy.
-      measured: [t] float32, what is measured of the distributions; None where nothing is.
+      measured: [t] float32, a measure of each distribution, such as its entropy; None for none.
     """
 
     tokens: np.ndarray
@@ -59,12 +59,12 @@ class Sampled(NamedTuple):
 
 @dataclasses.dataclass
 class Turn:
-    """The turn under way, and what is known of the last one.
+    """The current turn, and the end of the last one.
 
     Attributes:
       parts: sampled so far.
       stop: why the last one ended.
-      measured: [t] float32 of the last one's tokens; empty where nothing was measured.
+      measured: [t] float32 of the last one's tokens; empty if nothing was measured.
     """
 
     parts: list[Sampled] = dataclasses.field(default_factory=list)
@@ -80,12 +80,12 @@ class Ending(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """An answer that is given once the policy has written the summary of a full context.
+    """An answer that waits until the policy has written the summary of a full context.
 
     Attributes:
       messages: the environment's.
       state_id: of its state.
-      player: who is next.
+      player: index of the next player.
     """
 
     messages: Sequence[Message]
@@ -95,7 +95,7 @@ class Pending(NamedTuple):
 
 @dataclasses.dataclass
 class Clock:
-    """Seconds of ``time.monotonic``; the time in which a slot was waited for does not count.
+    """Seconds of ``time.monotonic``; time spent waiting for a slot does not count.
 
     Attributes:
       began: when the episode first took a slot; 0 before.
@@ -108,17 +108,17 @@ class Clock:
 
 @dataclasses.dataclass
 class RowState:
-    """The row of an episode on the device, and where it waits.
+    """The row of an episode on the device, in a slot or outside of it.
 
     Attributes:
       row: its slot, or None.
       suspended: a copy of its row outside the slots, or None.
-      runs: whether that copy runs as it is once it is in a slot.
-      computed: tokens of the opening and this context that were computed once, for it or for the
-        episode that it left. A row or copy that is there holds them all.
-      ready: since when it could use a slot; None where it could not.
-      limit: tokens behind the opening at which the turn that is about to begin ends.
-      parent: the node that it continues; None where it has a row of its own.
+      runs: whether that copy can run unchanged once it is in a slot.
+      computed: tokens of the opening and this context whose keys and values were computed, for it
+        or for the episode that it was forked from. An existing row or copy holds them all.
+      ready: time from which it could use a slot; None if it cannot.
+      limit: tokens after the opening at which the next turn ends.
+      parent: the node that it continues; None if it has a row of its own.
       children: episodes that continue it and have not begun.
     """
 
@@ -137,7 +137,7 @@ class Branch:
     """Relation of an episode to others of a branching group.
 
     Attributes:
-      source: the episode that it left; None for one that began by itself.
+      source: the episode that it was forked from; None for a root.
       shared: segments that it has from there.
       first: number of the turn that it sampled first.
       usual: what is measured at the beginning of the episode's first turn.
@@ -205,21 +205,21 @@ class Episode:
     """The state of an episode; a node of a search is a paused one.
 
     Attributes:
-      problem: what it is about.
+      problem: the group, its prompt and its seed.
       member: number in the group, or of the node in its tree; its tokens are keyed by it.
       state: the environment's own, or ``ABSENT``.
-      opening: [p] int32, what the policy sees first.
-      room: tokens that fit behind the opening; 0 before the group is complete.
-      at: where it stands.
-      segments: all behind the opening.
+      opening: [p] int32, the tokens that the policy sees first.
+      room: tokens that fit after the opening; 0 before the group is complete.
+      at: its current position.
+      segments: all after the opening.
       totals: metrics and labels.
-      turn: the one under way.
-      pending: while a summary is written; None otherwise.
-      call: that it waits for; None while the policy samples.
+      turn: the current one.
+      pending: the waiting answer while a summary is written; None otherwise.
+      call: the one that it waits for; None while the policy samples.
       ending: None before the end.
       clock: for limits of time.
       row_state: its row.
-      branch: what it left, and who may leave it.
+      branch: the episode that it was forked from, and those that may fork from it.
     """
 
     def __init__(self, group: int, member: int, prompt: Prompt, seed: int) -> None:
@@ -234,7 +234,7 @@ class Episode:
         self.ending: Ending | None = None
 
     def open(self, state: Any, opening: np.ndarray, state_id: int) -> None:
-        """Takes what an environment opened with."""
+        """Sets the state and the opening that the environment returned."""
         self.state, self.opening = state, opening
         self.at = self.at._replace(state_id=state_id)
 
@@ -245,19 +245,19 @@ class Episode:
 
     @property
     def success(self) -> bool:
-        """Whether the environment said at the last turn that it went well, and nothing failed."""
+        """Whether the environment reported success at the last turn, and nothing failed."""
         alive = self.stop is None or self.stop < StopReason.FAILED
         return alive and self.totals.metrics.get("success", 0.0) > 0
 
     # ------------------------------------------------------------ turns
 
     def grow(self, sampled: Sampled) -> None:
-        """Takes tokens that the policy sampled."""
+        """Appends sampled tokens to the current turn."""
         self.at = self.at._replace(length=self.at.length + len(sampled.tokens))
         self.turn.parts.append(sampled)
 
     def end_turn(self) -> np.ndarray:
-        """Makes a segment of what was sampled; returns its tokens."""
+        """Makes a segment of the sampled tokens; returns them, [t] int32."""
         parts = self.turn.parts
         tokens, logprobs = (np.concatenate([p[i] for p in parts]) for i in (0, 1))
         # By chunk: weights may be replaced between two chunks of one turn, and each token is
@@ -267,7 +267,7 @@ class Episode:
         self.turn.parts = []
         self.turn.measured = np.concatenate(measured) if measured else np.zeros(0, np.float32)
         self.segments.append(self._labelled(Segment(tokens, True, logprobs, versions)))
-        # The row has read all that it sampled.
+        # The row has computed all that it sampled.
         self.row_state.computed = len(self.opening) + self.at.length
         return tokens
 
@@ -292,28 +292,28 @@ class Episode:
         messages: Sequence[Message] = (),
     ) -> None:
         """Appends the environment's answer, if there is any, and begins this player's turn."""
-        # An empty answer makes no segment: two adjacent turns stay two segments, and no token
-        # stands between them.
+        # An empty answer makes no segment: two adjacent turns stay two segments without a token
+        # between them.
         if len(ids):
             self._append(ids)
             self.segments[-1] = self.segments[-1]._replace(messages=tuple(messages))
         self.at = self.at._replace(turn=self.at.turn + 1, player=player, state_id=state_id)
 
     def _append(self, ids: Sequence[int] | np.ndarray) -> None:
-        """Appends what nobody sampled, as a part of the turn."""
+        """Appends tokens that were not sampled, as a part of the turn."""
         self.segments.append(self._labelled(Segment(np.array(ids, np.int32), False)))
         self.at = self.at._replace(length=self.at.length + len(ids))
 
     def ask_summary(self, ids: Sequence[int], pending: Pending) -> None:
-        """Appends what asks for a summary, in place of the answer."""
+        """Appends the request for a summary, in place of the answer."""
         self._append(ids)
         self.pending = pending
 
     def end_summary(self) -> None:
-        """Begins the next context, with the summary that was sampled as what the policy said first.
+        """Begins the next context with the sampled summary, before the pending answer.
 
-        The ids are those that were sampled; there they are nobody's, since they are trained where
-        they were sampled. The answer that they made room for comes next.
+        The ids are the sampled ones. In the new context they are not trained on, because they are
+        trained on where they were sampled.
         """
         ids = self.end_turn()
         # The turn ends before the context changes, or the summary would be labelled with the
@@ -324,19 +324,19 @@ class Episode:
         self.row_state.computed = len(self.opening) + len(ids)
 
     def past(self) -> np.ndarray:
-        """[t] int32, all that lies behind the opening in this context, sampled or not."""
+        """[t] int32, all tokens after the opening in this context, sampled or not."""
         parts = [s.tokens for s in self.segments if s.context == self.at.context]
         return np.concatenate([np.zeros(0, np.int32), *parts])
 
     def unread(self) -> list[int]:
-        """The end of ``past`` that a row which holds ``row_state.computed`` tokens has not read."""
+        """The end of ``past`` after the first ``row_state.computed`` tokens of the row."""
         return self.past()[max(self.row_state.computed - len(self.opening), 0) :].tolist()
 
     def row_start(self, limit: int) -> RowStart:
         """Start of a row of the episode.
 
         Args:
-          limit: tokens behind the opening at which it stops.
+          limit: tokens after the opening at which it stops.
         """
         # A row's draws follow from its number and their places, so each context is another row.
         number = self.member + self.at.context * _CONTEXT_STRIDE
@@ -345,9 +345,9 @@ class Episode:
     # ------------------------------------------------------------ rewards
 
     def pay(self, feedback: Feedback) -> None:
-        """Puts the turn's reward at its last token, and adds up the metrics.
+        """Puts the turn's reward at its last token, and sums the metrics.
 
-        Points for earlier turns are added at theirs.
+        Rewards for earlier turns are added at the last tokens of those.
 
         Raises:
           EnvError: there are points for more turns than were taken before this one, or all of them
@@ -365,7 +365,7 @@ class Episode:
         if len(feedback.earlier) > len(turns):
             excess = f"points for {len(feedback.earlier)} earlier turns"
             raise EnvError(f"{excess}; {len(turns)} were taken before this one")
-        # Fewer points than turns is no mistake: the remaining turns simply got none.
+        # Fewer rewards than turns are no error: the remaining turns get none.
         for i, points in zip(turns, feedback.earlier, strict=False):
             before = self.segments[i].reward or (0.0,) * len(feedback.reward)
             assert isinstance(points, tuple)
@@ -381,24 +381,24 @@ class Episode:
             metrics[name] = metrics.get(name, 0.0) + number
             if not fits_float32(metrics[name]):
                 raise EnvError(f"metric {name} adds up to {metrics[name]:g}, infinite in float32")
-        # Replaced, not added up: the last turn alone says whether the episode went well.
+        # Replaced, not summed: only the last turn decides success.
         metrics["success"] = float(feedback.success)
 
     # ------------------------------------------------------------ forks
 
     def branch_off(self, other: Episode) -> None:
-        """Gives another member the past of the turn that has just ended, up to that turn."""
+        """Gives another member the past of the turn that has just ended, without that turn."""
         shared = len(self.segments) - 1
         self._give_past(other)
         # The turn that has just ended is not shared: the branch samples another one in its place.
         length = self.at.length - len(other.segments.pop().tokens)
         other.at = other.at._replace(length=length)
         other.branch = Branch(self, shared, self.at.turn, self.branch.usual, other.branch.spare)
-        # What lies before the turn its source has computed, whether or not a copy of it is kept.
+        # The source has computed everything before the turn, whether or not a copy is kept.
         other.row_state.computed = len(self.opening) + length
 
     def continued(self, member: int) -> Episode:
-        """An episode of its own that begins behind the last answer, with all that was so far."""
+        """A new episode with the same past, which continues after the last answer."""
         other = Episode(self.problem.group, member, self.problem.prompt, self.problem.seed)
         self._give_past(other)
         return other
@@ -410,7 +410,7 @@ class Episode:
         other.totals = Totals(dict(self.totals.metrics), dict(self.totals.labels))
 
     def origin(self, index: int) -> tuple[int, int]:
-        """Names a segment by the member that came to it first, and its index there."""
+        """(member that sampled a segment first, its index there): names a shared segment."""
         episode = self
         # A branch of a branch may share a segment with its source's source.
         while index < episode.branch.shared:

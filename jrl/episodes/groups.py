@@ -1,4 +1,4 @@
-"""Groups of episodes, each played by itself or left by others: the plainest strategy.
+"""Groups of episodes, each played by itself or forked from another: the simplest strategy.
 
 played = play_episodes(device, world, prompts, seeds, group=8)
 """
@@ -39,7 +39,7 @@ class Played(NamedTuple):
 
 
 COUNTED = ("env_errors", "env_timeouts", "env_close_errors", "idle_seconds")
-"""Counts of every play, also where they are 0; and those of where rows waited."""
+"""Counts of every play, reported even if 0; and those of rows that left their slots."""
 COUNTED_ROWS = ("parked", "dropped", "read_tokens", "reread_tokens")
 
 
@@ -55,22 +55,22 @@ def play_episodes(
 ) -> Played:
     """``group`` episodes of each prompt.
 
-    What is sampled depends on the weights, the seed of the prompt, the member and what the
-    environment answers; not on when it answers, nor on slots.
+    Samples depend on the weights, the prompt's seed, the member and the environment's answers; not
+    on when it answers, nor on slots.
 
     Args:
-      device: what samples.
-      world: what answers.
+      device: samples.
+      world: answers.
       prompts: N of them.
       seeds: [N], below 2**64, of each prompt's tokens, and given to the environment.
       group: members of a group.
-      branches: how the members of a group branch off one another, with rows that measure what it
-        reads; None to play each by itself.
+      branches: branching of a group's members, with rows that record its measure; None to play each
+        by itself.
       ended: called with each row when it has ended, while others are sampled; it must return at
-        once. Not with ``branches``: what a row has drawn itself is known when its group is there.
+        once. Not called with ``branches``, where a row is complete only with its group.
 
     Returns:
-      All episodes; those whose environment failed have the reason why.
+      All episodes; those whose environment failed have a ``reason``.
     """
     groups = GroupStrategy(prompts, seeds, group, branches, ended if branches is None else None)
     scheduler = Scheduler(device, world, groups)
@@ -93,8 +93,8 @@ class GroupStrategy:
     """The strategy of groups of episodes: each continues by itself, until it ends.
 
     Attributes:
-      episodes: all, those of a group one behind another.
-      left: of them.
+      episodes: all, in the order of their groups.
+      left: number of them that have not ended.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """One scheduler of turns: episodes alone, episodes that branch, and searches of both and of text.
 
-A *job* is a row as an episode left it, ids to append and a limit: the policy samples behind them.
-A *strategy* says which episodes are to continue: each by itself, some left by others
-(``groups``, ``branching``), or the nodes that a search chooses (``search``).
+A *job* is a row as an episode left it, ids to append and a limit: the policy samples after them.
+A *strategy* chooses the episodes to continue: each by itself, some forked from others (``groups``,
+``branching``), or the nodes that a search selects (``search``).
 
 One thread, the caller's, touches the device. Between two chunks of decoding it takes the answers
 that have arrived, gives them to their rows, and fills free slots with the next episodes. A row that
@@ -47,14 +47,14 @@ Newer = Callable[[], tuple[Params, int] | None]
 
 
 def keep_weights() -> tuple[Params, int] | None:
-    """A ``Newer`` that has none."""
+    """A ``Newer`` that never has newer weights."""
     return None
 
 
 BY_TIMING = frozenset(
     {"slot_use", "idle_seconds", "parked", "dropped", "read_tokens", "reread_tokens"}
 )
-"""Counts that depend on when environments answer; nothing that is sampled does."""
+"""Counts that depend on when environments answer; samples never do."""
 
 
 class Device(NamedTuple):
@@ -62,10 +62,10 @@ class Device(NamedTuple):
 
     Attributes:
       rows: with weights.
-      newer: asked before each chunk, so that weights may change between tokens. Rows keep the keys
-        and values of older weights, but for those that are dropped, which are read by the newest.
-      choose: where a row waits whose slot another episode could use.
-      policy_of: which policy of several a player is, with rows that sample from several.
+      newer: called before each chunk, so that weights may change between tokens. Rows keep keys and
+        values of older weights, except dropped rows, which are prefilled with the newest.
+      choose: keeps, parks or drops a waiting row whose slot another episode could use.
+      policy_of: player -> index of its policy, if rows sample from several; None for one policy.
     """
 
     rows: Rows
@@ -79,25 +79,25 @@ class Strategy(Protocol):
 
     @property
     def left(self) -> int:
-        """Episodes that have begun to play, or could, and have neither ended nor paused."""
+        """Number of episodes that are playing or can start; ended and paused ones do not count."""
 
     def advance(self, scheduler: Scheduler) -> bool:
         """Starts the episodes that can start; returns whether any is left to play."""
 
     def opened(self, scheduler: Scheduler, episode: Episode) -> None:
-        """An episode has opened, or has failed to."""
+        """Called when an episode has opened, or has failed to."""
 
     def turn_ended(self, scheduler: Scheduler, episode: Episode) -> None:
         """Called when a turn has been sampled, before the world is asked."""
 
     def copied(self, scheduler: Scheduler, call: EnvCall, answer: Answer) -> None:
-        """A copy of an environment's state is there, or could not be made."""
+        """Called when a copy of an environment's state has been made, or has failed."""
 
     def continues(self, scheduler: Scheduler, episode: Episode, following: Continue) -> None:
         """Called when an episode can sample after an appended answer."""
 
     def ended(self, scheduler: Scheduler, episode: Episode) -> None:
-        """An episode has ended; its row and its state are gone."""
+        """Called when an episode has ended; its row and its state are freed."""
 
 
 # ---------------------------------------------------------------- the scheduler
@@ -107,9 +107,9 @@ class Scheduler:
     """The loop that decodes, calls the world and asks a strategy.
 
     Attributes:
-      world: what answers turns.
-      slots: who has a slot.
-      counts: numbers by name, which add up.
+      world: answers turns.
+      slots: the episodes in decode slots.
+      counts: counters by name, which add up.
     """
 
     def __init__(self, device: Device, world: World, strategy: Strategy) -> None:
@@ -133,10 +133,10 @@ class Scheduler:
         """Plays until the strategy has nothing left and every call is answered."""
         seconds = self.world.rules.limits.call_seconds
         with waiting(self.world.name, self._progress, seconds=seconds):
-            # Closes at the end are waited for too: the environment may end behind this play.
+            # Waits for the last closes too: the environment may be shut down after this play.
             while self._strategy.advance(self) or self._calls:
-                # Slots first, then a chunk, then answers: what arrives while the device decodes
-                # has its slot before the next chunk begins.
+                # Slots first, then a chunk, then answers: an answer that arrives while the device
+                # decodes gets its slot before the next chunk.
                 self.slots.fill()
                 running = self.slots.running
                 if running:
@@ -165,7 +165,7 @@ class Scheduler:
         self.world.step(call.number, episode)
 
     def copy(self, state: Any, waits: Episode, copy_for: Episode) -> None:
-        """Copies a state for an episode, while another or the same one waits."""
+        """Copies a state for ``copy_for``, while the episode ``waits`` (perhaps the same) waits."""
         call = self._called(EnvCallKind.FORK, waits, copy_for)
         self.world.fork(call.number, state)
 
@@ -182,7 +182,7 @@ class Scheduler:
     def resume(self, episode: Episode, following: Continue) -> None:
         """Resumes sampling after an appended answer."""
         episode.clock.turn_began = time.monotonic()
-        # The row holds the old context, which the policy must not see any more.
+        # The row still holds the old context, which the policy must no longer see.
         if following.new_context:
             self.slots.restart(episode, following.limit)
         else:
@@ -191,13 +191,13 @@ class Scheduler:
     def end(self, episode: Episode, stop: StopReason, reason: str = "") -> None:
         """Ends an episode, frees its slot and closes its environment."""
         episode.ending = Ending(stop, reason)
-        # The slot first: what the strategy begins now may have it in the next chunk.
+        # The slot first, so that an episode that the strategy starts now can use it at once.
         self.slots.remove(episode)
         self.close(episode)
         self._strategy.ended(self, episode)
 
     def fail(self, episode: Episode, reason: str, *, timeout: bool = False) -> None:
-        """Ends an episode whose environment failed; it counts in no group."""
+        """Ends an episode whose environment failed; it leaves its group."""
         self.counts["env_timeouts" if timeout else "env_errors"] += 1
         self.end(episode, StopReason.TIMEOUT if timeout else StopReason.FAILED, reason)
 
@@ -208,10 +208,10 @@ class Scheduler:
         rows, device = self._device.rows, self._device
         if (newer := device.newer()) is not None:
             rows.set_weights(*newer)
-        # Where fewer episodes are left than slots, the others are not in use.
+        # With fewer episodes left than slots, the other slots are not in use.
         running = min(rows.slots, self._strategy.left)
         policies = None
-        # By player, not by row: a slot passes from one player's turn to another's.
+        # By player, not by row: a slot serves the turns of all players of an episode.
         if device.policy_of is not None:
             policies = [0 if e is None else device.policy_of(e.at.player) for e in self.slots.slots]
         out = rows.decode(running, policies)
@@ -219,7 +219,7 @@ class Scheduler:
         for row, episode in enumerate(list(self.slots.slots)):
             if episode is None or episode.call is not None:
                 continue
-            # The output is on the host already: one transfer a chunk, however many rows.
+            # The output is on the host already: one transfer per chunk for all rows.
             if count := int(out.counts[row]):
                 self.counts["slot_tokens"] += count
                 tokens, logprobs = np.asarray(out.tokens), np.asarray(out.logprobs)
@@ -231,12 +231,12 @@ class Scheduler:
                 self._stopped(episode)
 
     def _stopped(self, episode: Episode) -> None:
-        """A row has stopped: at the end of a summary, which nobody is asked about, or a turn."""
+        """Handles a row that has stopped: at the end of a turn, or of a summary."""
         if episode.pending is not None:
             self.counts["summaries"] += 1
             self._follow(episode, self.world.rules.follow_summary(episode))
             return
-        # A turn becomes a segment before anybody is asked, so that a fork has it, too.
+        # The turn becomes a segment before the world is asked, so that a fork has it, too.
         episode.end_turn()
         self.counts["turns"] += 1
         self._strategy.turn_ended(self, episode)
@@ -256,7 +256,7 @@ class Scheduler:
     ) -> EnvCall:
         now, number = time.monotonic(), self._next_call
         until = now + self.world.rules.limits.call_seconds
-        # Numbers are never used again, so that a late answer finds nobody and harms nobody.
+        # Numbers are never reused, so that a late answer matches no other call.
         call = EnvCall(number, kind, now, until, episode, copy_for)
         self._next_call, self._calls[number] = number + 1, call
         if episode is not None:
@@ -268,14 +268,14 @@ class Scheduler:
         self.world.close(call.number, state)
 
     def _arrived(self, *, wait: bool) -> Iterator[Answer]:
-        """The answers in the inbox; waits a little for the first where nothing else is to do."""
+        """The answers in the inbox; waits briefly for the first if nothing can be decoded."""
         inbox = self.world.inbox
-        # With rows that run the inbox is looked at in passing: waiting would idle the device.
+        # While rows run, the inbox is only polled: waiting would idle the device.
         if wait and self._calls:
             began, first = time.monotonic(), None
             with contextlib.suppress(queue.Empty):
                 first = inbox.get(timeout=_LOOK_SECONDS)
-            # What is closed at the end keeps no slot from decoding.
+            # Waiting for the last closes is not idle time: no slot could decode.
             self.counts["idle_seconds"] += (time.monotonic() - began) * bool(self._strategy.left)
             if first is None:
                 return
@@ -288,17 +288,17 @@ class Scheduler:
         """Continues the episode that an answer is for."""
         call = self._calls.pop(answer.number, None)
         if call is None:
-            return  # of an event loop that was given up
+            return  # from an event loop that was abandoned
         episode = call.episode
         if episode is None:
             self.counts["env_close_errors"] += bool(answer.error)
             return
         episode.call = None
-        # A copy is there for somebody else, whatever has become of the episode that waited.
+        # The copy is for another episode, even if the one that waited has ended.
         if call.kind is EnvCallKind.FORK:
             self._strategy.copied(self, call, answer)
         elif episode.ending is not None:
-            # It ended meanwhile; a late init still wants closing.
+            # It ended meanwhile; a state opened too late must still be closed.
             if call.kind is EnvCallKind.OPEN and not answer.error:
                 self._close(answer.value[0])
         elif call.kind is EnvCallKind.OPEN:
@@ -319,7 +319,7 @@ class Scheduler:
             self.fail(episode, answer.error, timeout=answer.timeout)
             return
         episode.state, feedback, ids, state_id = answer.value
-        # Feedback that cannot be paid is a fault of this environment, and ends this member alone.
+        # Invalid feedback is a fault of this environment, and ends only this member.
         try:
             following = self.world.rules.follow_turn(episode, feedback, ids, state_id)
         except EnvError as error:
@@ -328,7 +328,7 @@ class Scheduler:
         self._follow(episode, following)
 
     def _expire(self) -> None:
-        """Ends episodes past a deadline, and calls that cannot answer any more."""
+        """Ends episodes past a deadline, and calls that can no longer be answered."""
         now, limits = time.monotonic(), self.world.rules.limits
         for episode in (
             self.slots.waiting() if limits.turn_seconds or limits.episode_seconds else ()
@@ -342,10 +342,10 @@ class Scheduler:
                 if episode.call is not None:
                     self.world.cancel(episode.call.number)
                 self.fail(episode, late, timeout=True)
-        # ``Calls`` answers a call that is late by itself, unless its loop is held by another one.
+        # ``Calls`` itself answers a late call, unless another call blocks its event loop.
         overdue = any(now > call.until + GRACE_SECONDS for call in self._calls.values())
         if overdue and self.world.blocked(GRACE_SECONDS):
-            # All that the loop was to answer is lost with it.
+            # All calls under way on that loop are lost with it.
             for number in list(self._calls):
                 self._take(Answer(number, error=BLOCKED, timeout=True))
 

@@ -30,12 +30,12 @@ class SearchCost(NamedTuple):
 
 
 class Expansion(NamedTuple):
-    """Steps to sample behind a node.
+    """Steps to sample after a node.
 
     Attributes:
-      tree: its number.
+      tree: index of the tree.
       node: number of the node in the tree.
-      steps: how many.
+      steps: number of steps.
     """
 
     tree: int
@@ -44,25 +44,24 @@ class Expansion(NamedTuple):
 
 
 Rounds = Generator[list[Expansion], Sequence[Sequence[Step]], list[SearchCost]]
-"""Yields what to expand together, is sent the steps of each, and returns what each tree took."""
+"""Yields expansions to do together, is sent the steps of each, returns the cost of each tree."""
 
 
 def search_rounds(
     trees: Sequence[Tree], plan: SearchPlan, rounds: Sequence[int] | None = None
 ) -> Rounds:
-    """The rounds of a search of several trees side by side, whoever samples and judges the steps.
+    """The rounds of a search of several trees; the caller samples and scores the steps.
 
-    In a round nodes of all trees are expanded together, and what is known of the new steps is
-    backed up. Where ``plan.leaves`` asks for more leaves than a search found, open nodes are
-    continued to an end, the likeliest most often; so after 0 rounds all leaves are paths of their
-    own from the root.
+    In a round nodes of all trees are expanded together, and the scores of the new steps are backed
+    up. If ``plan.leaves`` asks for more leaves than the search has, open nodes are continued to an
+    end, the likeliest most often; so after 0 rounds all leaves are independent paths from the root.
 
     Args:
       trees: grown in place.
-      plan: how.
+      plan: of the search.
       rounds: of each tree, at most; None for ``plan.rounds`` each.
     """
-    # A tree of fewer rounds waits for nobody: the others go on without it.
+    # The other trees continue without a tree that has fewer rounds.
     costs = [SearchCost(0, 0, 0)] * len(trees)
     limits = [plan.rounds] * len(trees) if rounds is None else list(rounds)
 
@@ -105,7 +104,7 @@ def _grow(
             new.append((i, trees[i].add(node, step)))
         took = (1, len(sampled), sum(step.tokens for step in sampled))
         costs[i] = SearchCost(*(a + b for a, b in zip(costs[i], took, strict=True)))
-    # Behind all additions: a backup reads the path alone, so that its order is that of the steps.
+    # After all additions, in the order of the steps: a backup reads only its own path.
     for i, node in new:
         points = trees[i].step(node).points
         if points is not None:

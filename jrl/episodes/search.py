@@ -2,11 +2,10 @@
 
     searched = play_search(device, world, prompts, seeds, search_plan("puct", 4), by_likelihood)
 
-Every turn that is sampled behind a node is played on a copy of the environment as the node left it,
-side by side for all trees: while one turn is answered the others are sampled. A path is computed
-once, as each turn begins with a copy of its node's row. The same scheduler plays episodes alone, so
-that contexts, players and limits are those of any run; and a search is the same in training and at
-evaluation.
+Every turn sampled after a node is played on a copy of the node's environment state, concurrently
+for all trees: while one turn is answered, others are sampled. A path is computed once, because each
+turn begins with a copy of its node's row. The scheduler is that of independent episodes, so
+contexts, players and limits are the same, and a search is the same in training and at evaluation.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ class Path(NamedTuple):
     """A path of a search tree up to its newest turn, as the policy saw it.
 
     Attributes:
-      opening: [p] int32, what it begins with.
-      tokens: [t] int32, all behind that in the context of the turn, sampled or not.
-      ends: lengths at which its turns end, the last one t.
-      begin: where the last turn begins.
-      logprob: nats, the mean over all sampled tokens of the path, of every context.
-      ended: whether nothing follows.
+      opening: [p] int32, its first tokens.
+      tokens: [t] int32, all tokens after the opening in the last turn's context, sampled or not.
+      ends: indices at which its turns end, the last one t.
+      begin: index at which the last turn begins.
+      logprob: nats, the mean over all sampled tokens of the path, in all contexts.
+      ended: whether the path is finished.
     """
 
     opening: np.ndarray
@@ -50,7 +49,7 @@ class Path(NamedTuple):
 
 
 Scorer = Callable[[Sequence[Path]], Sequence[float | None]]
-"""The paths of a round -> points of each, or None where nothing can be said yet."""
+"""The paths of a round -> points of each, or None for no score yet."""
 EpisodeScorer = Callable[[Sequence[Episode]], Sequence[float | None]]
 """The same of episodes; ``Episode.problem.group`` is the tree."""
 
@@ -69,7 +68,7 @@ def path_of(episode: Episode) -> Path:
     """The path to an episode's last turn, without the answer to it."""
     segments, turns = episode.segments, turns_of(episode.segments)
     last = turns[-1]
-    # Only what the policy saw: a value network reads a context as it was sampled in.
+    # Only the tokens that the policy saw: a value network reads the context of the samples.
     context = segments[last].context
     indices = [i for i in range(last + 1) if segments[i].context == context]
     sizes = np.cumsum([len(segments[i].tokens) for i in indices]).tolist()
@@ -92,12 +91,12 @@ def _logprob(segment: Segment) -> float:
 
 
 def step_of(episode: Episode, begin: int, points: float | None) -> Step:
-    """The step that an episode took.
+    """The last step of an episode.
 
     Args:
       episode: has ended or paused.
-      begin: segments that it has from its node.
-      points: what the path is worth; not read of one that failed.
+      begin: number of its segments that are the node's.
+      points: score of the path; not read if it failed.
     """
     # A node holds what follows its parent, so that a path is the nodes' contents and answers.
     segments = episode.segments[begin:]
@@ -105,7 +104,7 @@ def step_of(episode: Episode, begin: int, points: float | None) -> Step:
     sampled = [s for s in segments if s.drawn]
     context, restart = segments[last - 1].context, None
     answer = [s.tokens for s in segments[last:]] if episode.at.context == context else []
-    # Behind a summary the policy no longer sees the path, and neither may a row of siblings.
+    # After a summary the policy no longer sees the path, so rows of siblings must not contain it.
     if episode.ending is None and episode.at.context != context:
         restart = episode.past()
     empty, measured = np.zeros(0, np.int32), episode.turn.measured
@@ -124,12 +123,12 @@ def step_of(episode: Episode, begin: int, points: float | None) -> Step:
 
 
 def episode_at(tree: Tree, node: int) -> Episode:
-    """The episode that a node other than the root is the end of."""
+    """The episode up to a node other than the root."""
     return tree.step(node).episode
 
 
 def best_node(tree: Tree) -> int:
-    """The best path that has ended and did not fail, or the best one where none has.
+    """The best path that has ended without failing, or the best open one if there is none.
 
     Failed paths have no points; 0 for a tree without steps.
     """
@@ -150,11 +149,11 @@ class Searched(NamedTuple):
     """Result of a search: trees, costs and counts.
 
     Attributes:
-      roots: the episodes before their first turn; those that failed to open say why.
-      trees: one a prompt; ``Step.episode`` of a node is all from the opening to there.
-      costs: of each.
-      counts: numbers by name, as ``play.Played`` has them.
-      verified: whether an episode that ended well is known to be right.
+      roots: the episodes before their first turn; those that failed to open have a reason.
+      trees: one per prompt; ``Step.episode`` of a node is the episode from the opening to it.
+      costs: of each tree.
+      counts: counters by name, as in ``groups.Played``.
+      verified: whether success is certain, as for checked proofs.
     """
 
     roots: list[Episode]
@@ -165,7 +164,7 @@ class Searched(NamedTuple):
 
     def successes(self) -> list[bool]:
         """Success of each tree: of its best path, or of any path if the environment verifies."""
-        # Ranked by the score alone: how the others ended is not known when one is to be chosen.
+        # Ranked by score only: success is not known when a path has to be chosen.
         best = [(tree, best_node(tree)) for tree in self.trees]
         if self.verified:
             return [won(tree) for tree in self.trees]
@@ -183,21 +182,21 @@ def play_search(
 ) -> Searched:
     """Searches a tree of each prompt, all side by side.
 
-    What is sampled behind a node depends on the weights, the prompt's seed, the path and the number
-    of the new node; not on slots, nor on when environments answer.
+    Samples after a node depend on the weights, the prompt's seed, the path and the number of the
+    new node; not on slots, nor on when environments answer.
 
     Args:
-      device: what samples. Rows are never dropped by the clock: a path that is read again has other
-        rounding, which a choice between nodes could turn on.
-      world: what answers; its states can be copied.
+      device: samples. Rows are never dropped because of timing: a path that is prefilled again has
+        other rounding, which could change a choice between nodes.
+      world: answers; its states can be copied.
       prompts: N.
       seeds: [N], below 2**64.
       plan: how to search.
-      score: judges the paths of a round together.
+      score: scores the paths of a round together.
       rounds: [N], at most; None for the plan's.
     """
     strategy = SearchStrategy(prompts, seeds, plan, score, rounds, stops=world.verified)
-    # Whether a row is dropped would depend on the clock, and with it the rounding of its values.
+    # Dropping rows depends on timing, and with it the rounding of their values.
     scheduler = Scheduler(device._replace(choose=suspended_or_held), world, strategy)
     scheduler.run()
     names = ("slot_tokens", "slot_steps", "read_tokens", "reread_tokens", "turns")
@@ -208,19 +207,19 @@ def play_search(
 
 
 Searcher = Callable[[Sequence[Prompt], Sequence[int], SearchPlan, EpisodeScorer], Searched]
-"""(prompts, their seeds, how, what judges paths) -> a search, of weights that are there already."""
+"""(prompts, seeds, plan, scorer of paths) -> the search, with weights that are already loaded."""
 
 
 def suspended_or_held(wait: WaitCosts) -> WaitingPlace:
-    """The cheaper of two places in which a row keeps all that it has computed."""
+    """The cheaper of the two places in which a row keeps its cache."""
     return WaitingPlace.HELD if wait.held <= wait.parked else WaitingPlace.PARKED
 
 
 class SearchStrategy:
     """The strategy of a search: in each round, episodes continue the selected nodes.
 
-    A round ends when every turn of it has been answered, so that what is chosen next depends on no
-    clock; and all its paths are judged together.
+    A round ends when every turn of it has been answered, so that the next selection does not depend
+    on timing; all its paths are scored together.
 
     Args:
       prompts: N.

@@ -1,12 +1,13 @@
 """Assignment of decode slots to episodes and search nodes, and suspension of the others.
 
-A slot never waits for an environment as long as another episode could use it and moving costs less:
-the waiting row is suspended or dropped, and returns when its answer is there and a slot is free.
-Episodes that have taken the fewest turns come first, new ones before all others. So all of a batch
-advance together, and few slots are left without an episode at its end.
+If another episode could use the slot of a row that waits for its environment, and moving the row
+costs less than holding the slot, the row is suspended (its cache is copied out) or dropped. It
+returns when its answer has arrived and a slot is free. Episodes with the fewest turns come first,
+new ones before all others, so that the episodes of a batch advance together and few slots are empty
+at the end.
 
 A node of a search has its row suspended, and every episode that continues it begins with a copy.
-What no copy is left of is read again.
+A row without a copy is prefilled again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class DecodeSlots:
 
     Args:
       rows: with weights.
-      choose: where a row waits whose slot another episode could use.
+      choose: keeps, parks or drops a waiting row whose slot another episode could use.
       counts: adds to "parked" and "dropped", rows that left their slots; "read_tokens", of prompts,
         answers and dropped rows, as often as they are computed; "reread_tokens", of those that had
         been computed before.
@@ -62,12 +63,12 @@ class DecodeSlots:
     # ------------------------------------------------------------ what happens to episodes
 
     def add(self, episode: Episode, limit: int, parent: Episode | None = None) -> None:
-        """An episode that can begin, or that continues without a slot.
+        """Queues an episode that can begin, or that continues without a slot.
 
         Args:
-          episode: of which ``past`` is what its row is to hold.
-          limit: tokens behind the opening at which its turn ends.
-          parent: the node whose row it begins with a copy of; None for a row of its own.
+          episode: its row will hold ``episode.past()``.
+          limit: tokens after the opening at which its turn ends.
+          parent: the node with whose row it begins; None for a row of its own.
         """
         row_state = episode.row_state
         row_state.ready, row_state.limit, row_state.parent = time.monotonic(), limit, parent
@@ -76,20 +77,20 @@ class DecodeSlots:
             parent.row_state.children += 1
 
     def fork(self, branch: Episode, source: Episode, limit: int) -> None:
-        """Copies the past that a branch begins with, from the row that it leaves.
+        """Copies the past of a branch from the row of its source.
 
-        Where no more rows may be suspended nothing is copied, and the past is read again.
+        If no more rows may be suspended, nothing is copied and the past is prefilled again.
 
         Args:
           branch: ``add`` it once it can begin.
           source: has stopped in its slot.
-          limit: tokens behind the opening at which the first turn of the branch ends.
+          limit: tokens after the opening at which the first turn of the branch ends.
         """
         if self._room():
             assert source.row_state.row is not None
             start, length = branch.row_start(limit), branch.at.length
             branch.row_state.suspended = self._rows.fork(source.row_state.row, start, length)
-            branch.row_state.runs = True  # its key and its limit are those of the branch already
+            branch.row_state.runs = True  # it already has the key and the limit of the branch
             self._suspended[branch] = None
 
     def resume(self, episode: Episode, limit: int) -> None:
@@ -102,21 +103,21 @@ class DecodeSlots:
             self.add(episode, limit)
 
     def restart(self, episode: Episode, limit: int) -> None:
-        """Its next context begins, in a row of its own."""
+        """Begins the episode's next context, in a new row."""
         self.remove(episode)
         self.add(episode, limit)
 
     def pause(self, episode: Episode) -> None:
-        """Makes it a node: its row leaves its slot, and episodes may begin with copies of it."""
+        """Makes an episode a node: its row leaves its slot, and others may begin with copies."""
         self._away.pop(episode, None)
         if episode.row_state.row is not None:
             self._suspend(episode)
 
     def remove(self, episode: Episode) -> None:
-        """Forgets the row of an episode that has ended, or of a node that nobody continues."""
+        """Frees the row of an episode that has ended, or of a node that is not continued."""
         row_state = episode.row_state
         if row_state.row is not None:
-            # Else it would be decoded until somebody takes the slot.
+            # Otherwise it would be decoded until another episode takes the slot.
             self._rows.halt(row_state.row)
             self.slots[row_state.row], row_state.row = None, None
         if episode in self._ready and row_state.parent is not None:
@@ -144,11 +145,11 @@ class DecodeSlots:
                 row = free.pop()
             else:
                 idle = self._idle(now) if idle is None else idle
-                # What a suspended row leaves behind is room for another.
+                # A suspended row that gets a slot makes room for another one.
                 room = self._room(leaving=int(episode in self._suspended))
                 vacated = self._vacate(idle, now, room=room)
                 if vacated is None and room:
-                    break  # nor for those that come after it
+                    break  # nor is there a slot for those after it
                 if vacated is None:
                     continue
                 row = vacated
@@ -160,8 +161,8 @@ class DecodeSlots:
         row_state, clock = episode.row_state, episode.clock
         assert row_state.ready is not None
         self.slots[row], row_state.row = episode, row
-        # Deadlines are those of policy and environment, not of the batch that an episode is in.
-        # The time in which it could have used a slot and had none is no time of the episode.
+        # Deadlines limit policy and environment, not the rest of the batch: time spent waiting for
+        # a slot does not count.
         clock.began = clock.began + now - row_state.ready if clock.began else now
         clock.turn_began, row_state.ready = now, None
         del self._ready[episode]
@@ -199,11 +200,11 @@ class DecodeSlots:
         assert row is not None
         if unread:
             answers[row] = More(unread, limit)
-        else:  # to be extended by nothing would leave it stopped
+        else:  # extending by no token would leave it stopped
             self._rows.resume(row, self._rows.suspend(row), episode.row_start(limit))
 
     def _read(self, starts: dict[int, RowStart], answers: dict[int, More]) -> None:
-        # Prompts before texts: an answer goes behind a prompt that is there.
+        # Prompts before answers, which are appended to them.
         if starts:
             self._counts["read_tokens"] += self._rows.admit(starts)
         if answers:
@@ -213,10 +214,10 @@ class DecodeSlots:
     # ------------------------------------------------------------ nodes of searches
 
     def _read_nodes(self, children: Sequence[Episode]) -> None:
-        """Completes the copies that episodes begin with, in the slots that these are given.
+        """Completes the copies that episodes begin with, in the slots of these episodes.
 
-        An answer is read once, before the first of those that continue it begins, however many
-        they are; and so is a prompt, whose root is a node that has sampled nothing.
+        An answer is prefilled once for all episodes that continue it, before the first of them
+        begins; so is a prompt, whose root is a node without sampled tokens.
         """
         nodes = list(
             dict.fromkeys(e.row_state.parent for e in children if e.row_state.parent is not None)
@@ -224,7 +225,7 @@ class DecodeSlots:
         starts: dict[int, RowStart] = {}
         answers: dict[int, More] = {}
         changed: list[tuple[int, Episode]] = []
-        # There are at least as many slots here as nodes, since each of these has such a child.
+        # Each node has a child here, so there are at least as many slots as nodes.
         for child, node in zip(children, nodes, strict=False):
             row, unread, row_state = child.row_state.row, node.unread(), node.row_state
             assert row is not None
@@ -232,7 +233,7 @@ class DecodeSlots:
                 continue
             if row_state.suspended is not None:
                 self._rows.resume(row, row_state.suspended)
-            else:  # evicted, or a root: read from its first token on
+            else:  # evicted, or a root: prefilled from its first token on
                 starts[row], unread = node.row_start(node.room), node.past().tolist()
                 self._counts["reread_tokens"] += row_state.computed
             if unread:
@@ -245,16 +246,16 @@ class DecodeSlots:
             self._keep(node)
 
     def _begun(self, episode: Episode, node: Episode) -> None:
-        """Notes that an episode has its copy; the last one of a node needs no other."""
+        """Records that an episode has its copy; after the last child the node's copy is freed."""
         episode.row_state.parent, episode.row_state.computed = None, node.row_state.computed
         node.row_state.children -= 1
-        # A node is expanded once, but for a root, which other paths begin at when all have ended.
+        # A node is expanded once, except a root, where new paths begin when all others have ended.
         if not node.row_state.children and node.at.turn:
             node.row_state.suspended = None
             self._suspended.pop(node, None)
 
     def _keep(self, episode: Episode) -> None:
-        """Keeps a copy; where there is no room, instead of the one that was kept the longest."""
+        """Keeps a copy; without room it replaces the oldest copy of an idle node."""
         self._suspended.pop(episode, None)
         self._suspended[episode] = None
         for other in list(self._suspended):
@@ -265,7 +266,7 @@ class DecodeSlots:
                 other.row_state.suspended = None
 
     def _idles(self, episode: Episode) -> bool:
-        """Whether it is a node that nobody continues now, so that its copy could be read again."""
+        """Whether it is a node without children now, whose copy may be dropped and recomputed."""
         waits = episode in self._ready or episode in self._away or episode.row_state.runs
         return not waits and not episode.row_state.children
 
@@ -294,7 +295,7 @@ class DecodeSlots:
         return costs
 
     def _vacate(self, idle: dict[int, WaitCosts], now: float, *, room: bool) -> int | None:
-        """A slot whose row waits elsewhere from now on; None where it costs least to hold all.
+        """A slot freed by parking or dropping its row; None if holding all rows costs least.
 
         Args:
           idle: from ``_idle``; loses the slot.

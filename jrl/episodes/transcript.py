@@ -1,9 +1,9 @@
 """Transcripts of episodes, id for id, and the one function that makes training rows of them.
 
-An episode is a list of segments. Tokens that the policy drew keep the ids, log-probabilities and
-versions that the sampler recorded; no text is ever encoded again. Whatever nobody drew (tool
-output, user turns, hints, another player's words, a branch's shared past) is completion tokens with
-``mask`` False and version -1, so that every objective works on many turns as it does on one.
+An episode is a list of segments. Sampled tokens keep the ids, log-probabilities and versions that
+the sampler recorded; no text is ever encoded again. All other tokens (tool output, user turns,
+hints, another player's words, a branch's shared past) are completion tokens with ``mask`` False and
+version -1, so that every objective works on many turns as on one.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ class Segment(NamedTuple):
 
     Attributes:
       tokens: [t] int32.
-      drawn: whether the policy drew them.
-      logprobs: [t] float32, nats, under the distribution drawn from; None where not drawn.
-      versions: [t] int32, the policy version that drew each token; None where not drawn.
+      drawn: whether the policy sampled them.
+      logprobs: [t] float32, nats, under the sampling distribution; None if not sampled.
+      versions: [t] int32, the policy version that sampled each token; None if not sampled.
       turn: number of the turn, from 0; an answer of the environment belongs to the turn before it.
       step: number of the reasoning step or action.
-      state: which state of the environment the tokens were drawn in; equal numbers, equal states.
-      node: of a tree.
-      value: of that node, points, as a search left it.
+      state: id of the environment's state before the tokens; equal states have equal ids.
+      node: number of the tree node.
+      value: of that node at the end of a search, points.
       reward: [R] points, paid at the last token; () for none.
-      context: what the policy saw when it drew this is the opening and the segments of this context
-        alone.
-      player: who drew it, where an episode has several players.
-      labels: [t] int32 by name, that the environment gave its tokens.
-      messages: what the environment said, where the tokens are its own.
+      context: number of the context. The policy saw the opening and the segments of this context.
+      player: index of the player that sampled it, in an episode of several.
+      labels: [t] int32 by name, set by the environment.
+      messages: of the environment, if the tokens are its answer.
     """
 
     tokens: np.ndarray
@@ -58,7 +57,7 @@ class Segment(NamedTuple):
     messages: tuple[Mapping[str, Any], ...] = ()
 
     def as_past(self) -> Segment:
-        """The segment in a row of which the policy did not draw it."""
+        """The segment as context of another row, where it counts as not sampled."""
         return self._replace(drawn=False, logprobs=None, versions=None)
 
 
@@ -68,14 +67,14 @@ class Transcript(NamedTuple):
     Attributes:
       prompt: the problem.
       member: number in its group.
-      opening: [p] int32, what the policy saw first; empty for an episode that never opened.
-      segments: what followed, in order.
+      opening: [p] int32, the tokens that the policy saw first; empty if the episode never opened.
+      segments: after the opening, in order.
       stop: why it ended; with FAILED or TIMEOUT the row leaves its group.
       episode: number in its group; rows of one episode have the same.
-      role: of the player whose words were drawn.
-      metrics: numbers of the environment's, by name.
-      reason: in words, what failed.
-      labels: numbers of the episode by name, that the environment gave it.
+      role: index of the player whose turns are sampled tokens of this row.
+      metrics: the environment's, by name.
+      reason: text of the failure; "" without one.
+      labels: labels of the episode by name, set by the environment.
     """
 
     prompt: Prompt
@@ -101,7 +100,7 @@ class Transcript(NamedTuple):
 
 
 def turns_of(segments: Sequence[Segment]) -> list[int]:
-    """Indices of the turns; what was sampled last in a full context is a summary, and none."""
+    """Indices of the turns; the last sampled segment of a full context is a summary, not a turn."""
     following = [s.context for s in segments[1:]] + [segments[-1].context] if segments else []
     return [
         i
@@ -168,17 +167,16 @@ def to_rollout(
 ) -> Rows:
     """Transcripts as the rows of a training batch; pure, and nothing is cut.
 
-    A group's prompt is what the openings of its living rows have in common from the start; the rest
-    of an opening is completion tokens that nobody drew, in every context of a row. Where the
-    members of a group start alike that rest is empty.
+    A group's prompt is the common prefix of the openings of its living rows. The rest of an opening
+    (empty if all members start alike) is unsampled completion tokens in every context of a row.
 
     Args:
-      groups: N groups of at most G rows. Rows that are not there are FAILED, without tokens.
+      groups: N groups of at most G rows. Missing rows become FAILED ones without tokens.
       shape: of the arrays.
       weights: [R], of the reward parts in ``paid``; () for 1 each.
 
     Returns:
-      The rows; their ``stop`` tells members from those that failed.
+      The rows; failed members have ``stop`` FAILED or TIMEOUT.
 
     Raises:
       UserError: a row does not fit the shape, members of a group share no first token, points
@@ -229,7 +227,7 @@ def _empty(n: int, shape: RowShape) -> dict[str, Any]:
         "mask": np.zeros((n, g, t), bool),
         "sampler_logprobs": np.zeros((n, g, t), np.float32),
         "versions": np.full((n, g, t), -1, np.int32),
-        # A row that nobody fills has failed, and so leaves its group.
+        # Missing rows count as failed, so that they leave their group.
         "stop": np.full((n, g), StopReason.FAILED, np.int32),
         "baseline": np.zeros((n, g), bool),
         "rewards": np.zeros((n, g, shape.parts), np.float32),
@@ -250,10 +248,10 @@ def _fill(
     shape: RowShape,
     part_weights: np.ndarray,
 ) -> None:
-    """Writes what follows the first ``shared`` tokens of a row into the arrays."""
+    """Writes a row's tokens after its first ``shared`` ones into the arrays."""
     end = 0
-    # What the opening has beyond the group's prompt is in each context anew, since the policy read
-    # it in each.
+    # The opening beyond the group's prompt is repeated in each context, since the policy read it in
+    # each.
     rest = Segment(np.asarray(row.opening)[shared:], drawn=False)
     parts = [rest, *row.segments]
     # Backwards, so that an insertion does not move the places still to be looked at.

@@ -21,19 +21,19 @@ from jrl.errors import UserError, unknown_choice
 
 
 class Step(NamedTuple):
-    """A step that was drawn.
+    """A sampled step.
 
     Attributes:
-      content: what it says; tokens, text, an action.
-      tokens: how many.
+      content: tokens, text, or an action.
+      tokens: number of sampled tokens.
       logprob: nats, the sum over its tokens.
       entropy: nats a token, the mean.
       done: whether the path ends with it.
-      points: what the path is worth, known or estimated; None where nobody said.
-      answer: what an environment said to it, which nobody drew; of the kind of ``content``.
-      restart: where a new context begins behind it, all that the next step continues instead of the
-        path, of the kind of ``content``; None where the path itself is continued.
-      episode: the ``Episode`` up to here, where one is played.
+      points: score of the path, final or estimated; None if unscored.
+      answer: the environment's answer to it, of the kind of ``content``.
+      restart: if a new context begins after it, the past that the next step continues in place of
+        the path, of the kind of ``content``; None to continue the path.
+      episode: the ``Episode`` up to here; None without an environment.
     """
 
     content: Any
@@ -118,11 +118,11 @@ class Tree:
 
 
 Score = Callable[[Tree, int], float]
-"""(tree, node) -> how much it is wanted."""
+"""(tree, node) -> priority of its selection."""
 Select = Callable[[Tree], list[int]]
 """(tree) -> nodes to expand; none to end the search."""
 Backup = Callable[[Tree, int, float], None]
-"""(tree, node, points): writes what a path that ends at the node is worth into those before."""
+"""(tree, node, points): adds the score of a path that ends at the node to the nodes before it."""
 
 
 # ---------------------------------------------------------------- selection
@@ -356,7 +356,7 @@ DeepSearch's; "greedy" samples ``width`` steps and continues from the best of th
 completions."""
 
 RENAMED = {"mcts": "puct"}
-"""Earlier names of searches, and what they are called now."""
+"""Earlier names of searches -> present names."""
 
 
 class SearchPlan(NamedTuple):
@@ -364,13 +364,13 @@ class SearchPlan(NamedTuple):
 
     Attributes:
       select: nodes to expand in a round; they are expanded together.
-      backup: gets every step whose points are known.
-      value: of a node as the backup left it, points.
+      backup: called with every scored step.
+      value: (node) -> its backed-up value, points.
       width: steps sampled from a node.
       rounds: at most.
       whole: whether a step is a whole completion or episode, so that a search has one level.
-      tokens: sampled in a tree, after which no round begins; 0 for any number.
-      leaves: of a tree, with which a search ends; where it ends with fewer, open nodes are
+      tokens: no round begins after this many sampled tokens of a tree; 0 for no limit.
+      leaves: number of leaves at which the search of a tree ends; after the rounds, open nodes are
         continued to an end until there are as many. 0 to end with the rounds.
     """
 
@@ -393,7 +393,7 @@ def search_plan(
       name: of ``SEARCHES``.
       width: steps sampled from a node, and how wide beams are.
       rounds: at most; whole completions are sampled in one.
-      exploration: how much "uct" and "puct" count that a node was seldom visited.
+      exploration: the exploration constant of "uct" and "puct".
       leaves: see ``SearchPlan``.
 
     Raises:
@@ -420,7 +420,7 @@ def search_plan(
     )
 
 
-# ---------------------------------------------------------------- what a search leaves behind
+# ---------------------------------------------------------------- results of a search
 
 
 def _shared(tree: Tree, node: int) -> list[Any]:
@@ -429,7 +429,7 @@ def _shared(tree: Tree, node: int) -> list[Any]:
     for i in tree.path(node):
         step = tree.step(i)
         shared += [step.content, step.answer] if len(step.answer) else [step.content]
-        # What came before a new context is not read by the steps behind it.
+        # Steps after a new context do not see the tokens before it.
         if step.restart is not None:
             shared = [step.restart]
     return shared

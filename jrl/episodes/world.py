@@ -24,12 +24,12 @@ from jrl.types import StopReason
 GRACE_SECONDS = 2.0
 """Time after a call's deadline before its event loop is checked for blocking."""
 BLOCKED = "the event loop was blocked; an async function must not wait by itself"
-"""Why a call fails whose event loop was given up."""
+"""Error of calls whose event loop was abandoned."""
 _ENDLESS = 1 << 30
 
 
 class World(Protocol):
-    """Partner of the policy. A call returns at once; its answer arrives in the inbox."""
+    """Answers the policy's turns. A call returns at once; its answer arrives in the inbox."""
 
     @property
     def name(self) -> str:
@@ -41,7 +41,7 @@ class World(Protocol):
 
     @property
     def verified(self) -> bool:
-        """Whether an episode that ends well is known to be right."""
+        """Whether a successful episode is known to be correct, as a checked proof is."""
 
     @property
     def inbox(self) -> queue.SimpleQueue[Answer]:
@@ -63,16 +63,16 @@ class World(Protocol):
         """Gives up a call."""
 
     def blocked(self, seconds: float) -> bool:
-        """Whether nothing answers any more, and all calls under way are lost."""
+        """Whether the calls under way are lost because nothing answers any more."""
 
 
 class HostWorld(NamedTuple):
     """A ``World`` that is an environment on the host.
 
     Attributes:
-      calls: nobody else's meanwhile.
+      calls: used by this world only, until the play ends.
       env: the environment.
-      chat: how its messages become ids.
+      chat: encodes its messages as ids.
       tokenizer: turns what was sampled into text.
       rules: of the environment.
     """
@@ -90,7 +90,7 @@ class HostWorld(NamedTuple):
 
     @property
     def verified(self) -> bool:
-        """Whether an end that is well is known to be right."""
+        """See ``World``."""
         return self.env.extras.verified
 
     @property
@@ -99,19 +99,19 @@ class HostWorld(NamedTuple):
         return self.calls.inbox
 
     def _submit(self, number: int, function: Callable[..., Any], *arguments: Any) -> None:
-        # For every kind of call: a close that hangs would otherwise never be given up.
+        # A deadline for every kind of call: otherwise a close that hangs would never end.
         seconds = self.env.limits.call_seconds
         self.calls.submit(number, function, *arguments, seconds=seconds)
 
     def open(self, number: int, episode: Episode, longest: int) -> None:
         """See ``World``."""
-        # The seed is the group's: members have to open alike, or they share no prompt.
+        # The seed is the group's: members must open alike to share a prompt.
         _, prompt, seed = episode.problem
         self._submit(number, call_init, self.env, self.chat, prompt, seed, longest)
 
     def step(self, number: int, episode: Episode) -> None:
         """See ``World``."""
-        # The environment must know: a turn cut at its limit may end inside a tool call.
+        # The environment must know about cuts: a cut turn may end inside a tool call.
         cut = episode.turn.stop == StopReason.LENGTH
         arguments = episode.state, episode.at.turn, episode.last_turn(), cut
         self._submit(number, call_step, self.env, self.chat, self.tokenizer, *arguments)
@@ -145,7 +145,7 @@ class TextWorld:
 
     Args:
       ends: ids that end a completion; other stop tokens of the rows end a step.
-      step_tokens: the most of a step; 0 for what is left of the completion.
+      step_tokens: most tokens of a step; 0 for those left of the completion.
     """
 
     name, verified = "search", False
@@ -159,8 +159,8 @@ class TextWorld:
 
     def open(self, number: int, episode: Episode, longest: int) -> None:
         """See ``World``; the opening is the prompt."""
-        # Through the inbox although it is known already: the scheduler then has one path for every
-        # answer, and the order of answers is that of the calls.
+        # Through the inbox although the answer is known: the scheduler then has one path for all
+        # answers, and answers come in the order of the calls.
         self.inbox.put(Answer(number, (None, episode.problem.prompt.tokens, 0)))
 
     def step(self, number: int, episode: Episode) -> None:
@@ -193,9 +193,9 @@ def gather(
     """The answers to calls (function, arguments) that are made together, in their order.
 
     Args:
-      calls: nobody else's meanwhile.
+      calls: used by this function only, until it returns.
       requests: the calls.
-      seconds: that each may take.
+      seconds: limit of each.
     """
     answers = dict[int, Answer]()
     for number, (function, arguments) in enumerate(requests):

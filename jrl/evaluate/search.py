@@ -68,7 +68,7 @@ def search_run(
         "value", the value network that the run trained; or "ratio", by how much likelier a token of
         the last step is for the run's policy than for the one that it began with, which then
         samples (the Q of ``step_q``); or "judge", by the first judge of [rewards].
-      reduce: how the values behind the steps of a path are reduced: "last", "min" or "mean".
+      reduce: reduction of the values after a path's steps: "last", "min" or "mean".
 
     Returns:
       ``step``, accuracy with its 95 % interval, and of each problem on average: "expansions" of

@@ -23,7 +23,7 @@ from jrl.system.processes import deal
 from jrl.types import Prompt, Rollout, StopReason
 
 Spoken = Sequence[Sequence[Sequence[Mapping[str, Any]]]]
-"""[N][G] messages of episodes behind their openings."""
+"""[N][G] messages of episodes after their openings."""
 
 
 class HostScores(NamedTuple):
@@ -70,14 +70,14 @@ class HostScorer(NamedTuple):
     ) -> HostScores:
         """Points of N groups of G members.
 
-        Each process judges a share of the prompts and gets the other points from the others, so all
-        hold the same points even if a reward function is not deterministic.
+        Each process scores a share of the prompts and receives the other points, so all have the
+        same points even if a reward function is not deterministic.
 
         Args:
           prompts: N of them.
           rollout: on the host.
           step: training steps done.
-          spoken: of episodes, what was said behind their openings; () for completions.
+          spoken: messages of episodes after their openings; () for completions.
           begun: calls about members that began when those ended.
         """
         begin = time.perf_counter()
@@ -101,7 +101,7 @@ being 0 where no function gives points by token)."""
 
 
 class _Share(NamedTuple):
-    """Members of N groups that are judged a share at a time."""
+    """N groups whose members each process scores a share of."""
 
     scorer: HostScorer
     prompts: Sequence[Prompt]
@@ -111,7 +111,7 @@ class _Share(NamedTuple):
     begun: Begun | None
 
     def whole(self, unit: np.ndarray) -> tuple[Judged, dict[str, float]]:
-        """All groups as one unit, where there is one in ``unit``."""
+        """All groups as one unit, in the process that has it; none in the others."""
         judged, counts = self.rows(np.arange(len(self.prompts) if len(unit) else 0))
         points, dropped, answers, paid = (x[None][: len(unit)] for x in judged)
         return (points, dropped, answers, paid), counts
@@ -119,9 +119,9 @@ class _Share(NamedTuple):
     def rows(self, rows: np.ndarray) -> tuple[Judged, dict[str, float]]:
         """Some groups, and counts."""
         g = self.rollout.tokens.shape[1]
-        # Absent members were not asked for, and have nothing to judge.
+        # Absent members were not asked for: there is nothing to score.
         exists = np.asarray(self.rollout.stop)[rows] != StopReason.ABSENT
-        if self.spoken:  # nothing is known of episodes that failed
+        if self.spoken:  # failed episodes have no transcript to score
             exists &= np.asarray(self.rollout.stop)[rows] < StopReason.FAILED
         places = [
             (n, j) for n, present in enumerate(exists) for j in np.flatnonzero(present).tolist()
@@ -144,7 +144,7 @@ class _Share(NamedTuple):
         return (points, dropped, answers, paid), scores.counts
 
     def _columns(self, i: int, j: int) -> np.ndarray:
-        """[n] int: where a member's row has the tokens of its sample."""
+        """[n] int: columns of a member's row that hold the tokens of its sample."""
         texts = Texts(self.prompts, self.rollout, self.scorer.tokenizer, self.spoken)
         return texts.columns(i, j)
 
@@ -161,7 +161,7 @@ class Texts(NamedTuple):
       prompts: N of them.
       rollout: on the host.
       tokenizer: turns completions into text.
-      spoken: of episodes, what was said behind their openings; () for completions.
+      spoken: messages of episodes after their openings; () for completions.
     """
 
     prompts: Sequence[Prompt]
@@ -170,14 +170,14 @@ class Texts(NamedTuple):
     spoken: Spoken = ()
 
     def columns(self, i: int, j: int) -> np.ndarray:
-        """[n] int: where the row of member j of group i has the tokens of its sample."""
+        """[n] int: columns of the row of member j of group i that hold its sample's tokens."""
         length = int(self.rollout.lengths[i, j])
         if self.spoken and self.spoken[i][j]:
             return np.flatnonzero(np.asarray(self.rollout.mask[i, j, :length]))
         return np.arange(length)
 
     def sample(self, i: int, j: int, step: int, steps: int) -> Sample:
-        """Member j of group i, after some of the training steps."""
+        """Member j of group i; ``step`` of the run's ``steps`` training steps are done."""
         spoken = self.spoken[i][j] if self.spoken else ()
         tokens = np.asarray(self.rollout.tokens[i, j])[self.columns(i, j)]
         stop = StopReason(int(self.rollout.stop[i, j]))
@@ -199,7 +199,7 @@ def make_sample(
       prompt: its problem.
       tokens: [n] int32, those of the policy.
       stop: why it ended.
-      spoken: of an episode, what was said behind its opening; () for a completion.
+      spoken: messages of an episode after its opening; () for a completion.
       tokenizer: turns completions into text.
       step: training steps done.
       steps: of the run.
@@ -217,11 +217,11 @@ def make_sample(
 
 
 def with_ends(sample: Sample, tokenizer: Tokenizer) -> Sample:
-    """The sample with ``ends``, of which functions make points by token from pieces of text."""
+    """The sample with ``ends``, which ``Sample.by_token`` needs."""
     stream = TextStream(tokenizer)
     stream.push(sample.tokens.tolist())
     stream.close()
-    # Of an episode the text is that of its last turn.
+    # In an episode the text is that of the last turn.
     before = len(stream.text) - len(sample.completion) if sample.messages else 0
     if not stream.text.endswith(sample.completion):
         return sample

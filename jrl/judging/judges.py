@@ -137,7 +137,7 @@ def judge_parts(
 
 
 def endpoint_judges(config: Config) -> dict[str, Judge]:
-    """The judges of a configuration that are behind endpoints, by reward part.
+    """The judges of a configuration that are called at endpoints, by reward part.
 
     Raises:
       UserError: an address that is none, or an environment variable that does not exist.
@@ -167,7 +167,7 @@ def _endpoint(table: JudgeTable, key: str, cache: Path | None) -> JudgeClient:
 def _model_judge(
     run: Run, name: str, table: JudgeTable, key: str, cache: Path | None
 ) -> ModelJudge:
-    """The judge behind a part of a run, on its devices."""
+    """The judge of a reward part, on the run's devices."""
     model = run.rewards.judges.get(name)
     theirs = table.model not in (POLICY, START)
     variables = NOTHING if theirs else run.config.data.wording["variables"]

@@ -170,7 +170,7 @@ class Batch:
             self._beside = 0
 
     def limit(self, seconds: float) -> None:
-        """Ends it in so many seconds at the latest."""
+        """Ends it within this many seconds."""
         with self._changed:
             self._until = time.monotonic() + seconds
             self._changed.notify_all()

@@ -48,7 +48,7 @@ _CHUNK = 16
 
 
 def judge_directory(config: Config, name: str) -> str | None:
-    """The directory of the model behind a judge on the run's devices; None for the policy.
+    """The directory of the model of a judge on the run's devices; None for the policy.
 
     Raises:
       UserError: the policy did not begin with a checkpoint.
@@ -65,7 +65,7 @@ def judge_directory(config: Config, name: str) -> str | None:
 
 
 def judge_shape(config: Config, name: str) -> ModelConfig | None:
-    """The shape of the model behind a judge on the run's devices; None for the policy.
+    """The shape of the model of a judge on the run's devices; None for the policy.
 
     Raises:
       UserError: there is no such model, or its questions and replies are longer than it reads.

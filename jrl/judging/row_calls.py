@@ -5,10 +5,10 @@
         calls.drain()                      # all of them were submitted
         judge(..., begun=calls.begun)      # what began is not called again
 
-The functions of single samples in the pool's processes and the judges behind an address are called
-so; functions of a group or of a batch, judges that compare members or go by other points, and
-models on the run's devices are called when all rows are there. What is called about is the content
-of a sample, so points do not depend on which row ended first.
+This is for functions of single samples in the pool's processes and for judges behind an endpoint.
+Functions of a group or batch, judges that compare members or read other points, and models on the
+run's devices are called when all rows have ended. A call is identified by the content of a sample,
+so points do not depend on which row ended first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jrl.types import Prompt, Rollout, StopReason
 
 @runtime_checkable
 class EndsRows(Protocol):
-    """A source that says which rows have ended; ``ended`` is called with each, None is nobody."""
+    """A source that reports each row as it ends, by calling ``ended``; None for no report."""
 
     ended: Callable[[Transcript], None] | None
 
@@ -57,7 +57,7 @@ class RowCalls:
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """A draw and its judging; at the end what nobody collected is dropped."""
+        """A draw and its scoring; calls whose results were not collected are dropped at the end."""
         self._step, self._submitted = step, []
         with contextlib.ExitStack() as stack:
             if self._judges is not None:

@@ -8,8 +8,8 @@
 inside a compiled run alike. Choices come best first, and asked for fewer ``choose`` gives the same
 first ones: a compiled run always asks for as many as a round may need.
 
-What a curriculum does on the host alone, as testing problems or having some written, is its
-``between``, which runs as a round of steps begins.
+Host work of a curriculum, such as testing problems or having some written, is its ``between``,
+which runs at the start of a round of steps.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Query(struct.PyTreeNode):
       count: [] int32, how many of the n choices are used: the first ones.
       step: [] int32, training steps done.
       used: [rows] bool, chosen earlier in this step.
-      order: static, (tickets [n], size) -> [n] int32 in [0, size): the data's own order of so many
-        problems, epoch after epoch; on the host alone, None in a compiled run.
+      order: static, (tickets [n], size) -> [n] int32 in [0, size): the data's own order of ``size``
+        problems, epoch after epoch; on the host only, None in a compiled run.
     """
 
     key: Array
@@ -76,7 +76,7 @@ class Selection(struct.PyTreeNode):
       count: [n] int32, members of each group; None for the run's.
       limit: [n] int32, the most tokens of a completion; None for the run's.
       temperature: [n] float32; None for the run's.
-      prior: [n] float32 by name, what the curriculum knew of each; goes into ``Batch.prior``.
+      prior: [n] float32 by name, the curriculum's estimates of each; goes into ``Batch.prior``.
     """
 
     row: Array
@@ -139,7 +139,7 @@ class RoundTools(Protocol):
         """[n] float, the value network's number for what the policy sees first; NaN if unknown."""
 
     def add(self, problems: list[Any]) -> None:
-        """Adds problems behind those that there are, from row ``rows`` on."""
+        """Appends problems, from row ``rows`` on."""
 
 
 def no_counts(state: Any) -> dict[str, float]:
@@ -173,8 +173,8 @@ class Curriculum(NamedTuple):
       init: (table) -> state, arrays of fixed shapes.
       choose: (state, query) -> (choice, state).
       update: (state, outcome) -> state, once a training step.
-      pool: problems of a procedural task, which has no end of them, that the table has.
-      between: what runs on the host as a round of steps begins; None for nothing.
+      pool: rows of the table for a procedural task, whose problems are endless.
+      between: host work at the start of a round of steps; None for none.
     """
 
     init: Callable[[Table], Any]
@@ -193,11 +193,11 @@ class Curriculum(NamedTuple):
 
 
 def top_rows(values: Array, query: Query) -> Array:
-    """[n] int32: the rows with the greatest values that the step has not used, the best first.
+    """[n] int32: the unused rows with the greatest values, the greatest first.
 
     Args:
       values: [rows] float32; -inf excludes a row while any other is left.
-      query: what is asked.
+      query: the request; rows in ``query.used`` come last.
 
     >>> query = Query(None, jnp.arange(2), 2, 0, jnp.array([False, True, False]))
     >>> top_rows(jnp.array([0.0, 9.0, 1.0]), query).tolist()
@@ -208,12 +208,12 @@ def top_rows(values: Array, query: Query) -> Array:
 
 
 def rows_in_turn(uses: Array, query: Query, allowed: Array) -> tuple[Array, Array]:
-    """The least used of the allowed rows, in an order that each step samples again.
+    """The least used of the allowed rows, ties in an order that each step samples.
 
     Args:
       uses: [rows] int32, how often each was chosen.
-      query: what is asked.
-      allowed: [rows] bool; where they are too few, others follow.
+      query: the request.
+      allowed: [rows] bool; if there are too few, others follow.
 
     Returns:
       (rows [n] int32, uses afterwards).

@@ -178,7 +178,7 @@ def by_kind(c: Columns, column: str, cases: dict[str, str], others: str = "") ->
 def schedule(c: Columns, steps: Sequence[int], factors: Sequence[float]) -> Any:
     """The sum of the parts times a factor that changes with the training step.
 
-    Linear between ``steps``, with the first factor before them and the last one behind.
+    Linear between ``steps``, with the first factor before them and the last one after.
     """
     if len(steps) != len(factors) or list(steps) != sorted(set(steps)) or not steps:
         raise UserError(

@@ -137,7 +137,7 @@ def at_progress(values: Any, mask: Any, steps: Any) -> np.ndarray:
     """Change of the value over each step, at the step's last live token; 0 elsewhere.
 
     The progress of "Rewarding Progress: Scaling Automated Process Verifiers for LLM Reasoning"
-    (arXiv:2410.08146), with v_h the value behind step h:
+    (arXiv:2410.08146), with v_h the value after step h:
 
         A_h = v_h - v_(h-1),   A_1 = v_1 - mean of the group's v_1
 
@@ -156,9 +156,9 @@ def at_progress(values: Any, mask: Any, steps: Any) -> np.ndarray:
     paid, first = np.zeros_like(values), np.zeros(mask.shape[:-1], np.float32)
     for row in np.ndindex(mask.shape[:-1]):
         ends = _last_of_each(mask[row], steps[row])
-        behind = values[row][ends]
-        first[row] = behind[0] if len(ends) else 0
-        paid[row][ends] = np.diff(behind, prepend=behind[:1])
+        step_values = values[row][ends]
+        first[row] = step_values[0] if len(ends) else 0
+        paid[row][ends] = np.diff(step_values, prepend=step_values[:1])
     live = mask.any(axis=-1)
     count = np.maximum(live.sum(axis=-1, keepdims=True), 1)
     before = np.where(live, first, 0).sum(axis=-1, keepdims=True) / count

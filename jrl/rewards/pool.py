@@ -326,7 +326,7 @@ class Begun:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Drops the calls that nobody took."""
+        """Drops calls whose results were not collected."""
         if self._pool._workers is not None:
             self._pool._workers.cancel([job for jobs in self._jobs.values() for job in jobs])
 

@@ -334,7 +334,7 @@ def text_points(
       table: link and ensemble.
     """
     axes: Any = 0
-    if table.dropout:  # one trunk, read once, behind the heads of all passes
+    if table.dropout:  # the trunk runs once for the heads of all passes
         params = {**params, "trunk": jax.tree.map(lambda x: x[0], params["trunk"])}
         axes = {"trunk": None, "head": 0}
     each = jax.vmap(scores, in_axes=(axes, None, None))(params, tokens, lengths)

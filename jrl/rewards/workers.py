@@ -73,8 +73,8 @@ class Job:
       message: for the worker.
       result: rewards or a Failure; None before the end.
       error: what ended all calls; None without one.
-      cancelled: whether nobody wants its result any more.
-      inbox: where it goes at its end; None while nobody waits for it.
+      cancelled: whether its result is no longer needed.
+      inbox: queue for its result; None while no caller waits.
     """
 
     __slots__ = ("cancelled", "error", "inbox", "message", "result")
@@ -137,7 +137,7 @@ class Workers:
                 raise RuntimeError(_CLOSED)
             self._waiting.extend(jobs)
             if self._thread is None and jobs:
-                # A daemon, so that a pool that nobody closed does not hold up Python's end.
+                # A daemon, so that a pool that was not closed does not delay Python's exit.
                 self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
                 self._thread.start()
             self._changed.notify_all()

@@ -98,7 +98,7 @@ class HeldOut(NamedTuple):
 
 
 class Kind:
-    """What a run asks of its data; as it stands, prompts from files.
+    """The kind of a run's data, as its setup asks for it; this base class is prompts from files.
 
     Args:
       config: of the run.
@@ -110,20 +110,20 @@ class Kind:
         those of the run.
       eval_metrics: names that an evaluation adds to those of all; None where they are not known
         before the first.
-      votes: whether final answers can be compared, for a majority vote.
+      votes: whether final answers can be compared for a majority vote.
       lines: whether completions have lines, which are the steps of a search.
       sampled: whether a policy sampled the completions, so that they have log-probabilities.
       contexts_of_plans: whether a plan's members may be trained under prompts of their own.
       cache_on_host: whether the sampler's cache may wait on the host.
-      plays: whether completions are turns with an environment on the host.
-      step_name: what steps of a search are called.
+      plays: whether an environment on the host answers the policy's turns.
+      step_name: name of the steps of a search, for messages.
       faults: counts of failures of its environment.
       no_steps: ``by`` of a reward model that pays by step -> why these completions have none.
-      reported: whether what a run rewards is said.
+      reported: whether a run prints its reward at the start.
       known_metrics: whether the metrics of steps follow from the configuration.
       dropped_metrics: those of a step that say nothing about the policy.
-      counts_note: what a report of the data's records ends with.
-      rows: that a prompt has in a batch; None where the sampling says it.
+      counts_note: end of the printed line about the data's records.
+      rows: rows of a prompt in a batch; None if sampling decides.
     """
 
     task: Task | Env | None = None

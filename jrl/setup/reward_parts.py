@@ -1,11 +1,11 @@
-"""The reward parts of a run: who gives each of them, what is made of others, and their weights.
+"""The reward parts of a run: the giver of each, combinations, and weights.
 
     parts = parts_of(config)              # names, weights, combinations; no weights of models
     pool = reward_pool(config)            # the functions on the host
     source = JudgedParts(source, ...)     # a source whose groups have the points of all parts
 
-A part is given by the data (a task, an environment, records), by a function on the host, by a
-reward model, by a judge, or is made of others (``rewards.combine``).
+The giver of a part is the data (a task, an environment, records), a function on the host, a reward
+model, a judge, the policy's likelihood, or a combination of other parts (``rewards.combine``).
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ from jrl.types import NOTHING
 from jrl.user_code import FORMS, load
 
 SUCCESS = "success"
-"""The reward part that is 1 where an environment says that an episode ended well, beside those that
-it names."""
+"""The reward part that is 1 for an episode that its environment calls a success."""
 
 MOST_PARTS = 31
-"""Reward parts of a run: those without an opinion are bits of a label."""
+"""Most reward parts of a run: the label ``SILENT`` has a bit for each."""
 
 JUDGE = "judge"
-"""The function of a part that a judge gives, a model behind an endpoint (``config.judge``)."""
+"""``function`` of a part that is a judge, a language model that scores (``config.judge``)."""
 
 Giver = Literal["data", "function", "model", "judge", "likelihood", "combined"]
 
@@ -53,12 +52,12 @@ class RunRewards(NamedTuple):
 
     Attributes:
       weights: reward part -> weight, all parts in the order of the rewards' columns.
-      givers: reward part -> who gives it.
-      combined: the parts made of others, in an order in which they can be made.
-      judge: the reward part that says whether a completion is right; "" where nothing does.
-      models: the trained ones behind reward parts that read the policy's tokens, by name.
-      text_models: those that read text with a tokenizer of their own.
-      judges: the models that judge on the run's devices, but for the policy, by reward part.
+      givers: reward part -> what computes it.
+      combined: the parts computed from others, in an order in which they can be computed.
+      judge: the reward part that defines accuracy; "" if there is none.
+      models: reward models that read the policy's tokens, by reward part.
+      text_models: reward models that read text with a tokenizer of their own, by reward part.
+      judges: language models that score on the run's devices, except the policy, by reward part.
     """
 
     weights: dict[str, float]
@@ -71,20 +70,20 @@ class RunRewards(NamedTuple):
 
     @property
     def judged(self) -> int | None:
-        """The column of the judge among the parts; None where nothing says what is right."""
+        """The column of the part that defines accuracy (``judge``); None if there is none."""
         names = list(self.weights)
         return names.index(self.judge) if self.judge in names else None
 
     def given_by(self, giver: Giver) -> tuple[str, ...]:
-        """The names of the parts that a giver gives."""
+        """The names of the parts of a giver."""
         return tuple(name for name in self.weights if self.givers.get(name, "data") == giver)
 
 
 def parts_of(config: Config) -> RunRewards:
-    """The reward parts of a run, without what a checkpoint holds.
+    """The reward parts of a run, before their models are loaded.
 
     Raises:
-      UserError: a part that these data do not have, or that cannot be made of others.
+      UserError: a part that these data do not have, or a combination that cannot be computed.
     """
     tables = reward_tables(config)
     mistakes = Mistakes()
@@ -118,7 +117,7 @@ def reward_tables(config: Config) -> dict[str, RewardTable]:
 
 
 def parts_by_token(config: Config) -> dict[str, str]:
-    """The parts that may give a number for each token -> the key that says so."""
+    """Parts that may give a number per token -> the key that makes them so."""
     tables = config.rewards.items()
     keys = {name: f"rewards.{name}.by_token" for name, table in tables if table.by_token}
     parts = parts_of(config)
@@ -131,7 +130,7 @@ def parts_by_token(config: Config) -> dict[str, str]:
 
 
 def parts_by_step(config: Config) -> dict[str, str]:
-    """The parts of reward models that pay at steps' ends -> the key that says so."""
+    """Parts of reward models that score steps -> the key that makes them so."""
     models = parts_of(config).given_by("model")
     by = {name: model_of_part(config, name).by for name in models}
     return {n: f"rewards.{n}.by = {x!r}" for n, x in by.items() if x in ("step", "progress")}

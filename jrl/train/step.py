@@ -136,14 +136,16 @@ def make_step(
         # What stays fixed during the step (start log-probabilities, advantages) is computed once,
         # before the first update changes the policy.
         scored = complete(parts, state, batch, sampling_params)
-        advantages, batch, method, sums = compute_advantages(objective, scored, state.method)
+        advantages, batch, objective_state, sums = compute_advantages(
+            objective, scored, state.method
+        )
         key = stream(state.key, "train", state.step)
 
         def update(carry: tuple[Params, Any], index: Array) -> tuple[tuple[Params, Any], Pairs]:
             rows = _minibatch_rows(key, index, batch.tokens.shape[0], minibatches)
             part = _take_rows(batch, rows), advantages[rows]
             at, noted = _ahead(parts, carry[0], state.frozen, scored, rows, sampling_params)
-            grads, sums = _gradient(parts, at, state.frozen, part, method, sampling_params)
+            grads, sums = _gradient(parts, at, state.frozen, part, objective_state, sampling_params)
             sums |= noted
             before = state.replace(params=carry[0], opt_state=carry[1])
             view = AfterView(optimizer, network, before, part[0])
@@ -151,7 +153,7 @@ def make_step(
 
         # A scan, so that epochs and minibatches share one copy of the update in the program.
         carry, updates = jax.lax.scan(update, (state.params, state.opt_state), jnp.arange(passes))
-        state, metrics = _after_updates(parts, state, carry, method, sums, updates, batch)
+        state, metrics = _after_updates(parts, state, carry, objective_state, sums, updates, batch)
         metrics |= {"advantages": advantages[:shown]} if shown else {}
         return state if stack else run_due(after, "step", state, state.step, whole), metrics
 
@@ -174,27 +176,27 @@ def _after_updates(
     parts: Parts,
     state: TrainState,
     carry: tuple[Params, Any],
-    method: Any,
+    objective_state: Any,
     sums: Pairs,
     updates: Pairs,
     batch: Batch,
 ) -> tuple[TrainState, Metrics]:
-    """The state behind the updates of a step, and the step's metrics.
+    """The state after the updates of a step, and the step's metrics.
 
     Args:
       parts: of the step.
       state: before the updates.
-      carry: parameters and the optimiser's state behind them.
-      method: the objective's state, as the advantages left it.
-      sums: behind the metrics of the advantages.
-      updates: sums behind the metrics of each update.
+      carry: (parameters, the optimiser's state) after the updates.
+      objective_state: as ``compute_advantages`` returned it.
+      sums: (sum, count) by name, metrics of the advantages.
+      updates: (sum [U], count [U]) by name, metrics of the U updates.
       batch: of the step.
     """
     if "logprob_diff" in updates:  # before the first update, when it is rounding alone
         updates["logprob_diff"] = jax.tree.map(lambda x: x[:1], updates["logprob_diff"])
     metrics = batch_metrics(batch) | summarise(sums) | summarise(updates)
     # A tracker must not swallow the NaN that an update was left out for.
-    method = update_state(parts.objective, method, metrics)
+    objective_state = update_state(parts.objective, objective_state, metrics)
     sound = metrics["skipped_updates"] == 0
     if parts.skip is not None:
         left_out = parts.skip(metrics)
@@ -202,9 +204,9 @@ def _after_updates(
         carry = _choose(left_out, (state.params, state.opt_state), carry)
         sound &= ~left_out
     params, opt_state = carry
-    method = _choose(sound, method, state.method)
-    step = state.step + 1
-    return state.replace(step=step, params=params, opt_state=opt_state, method=method), metrics
+    objective_state = _choose(sound, objective_state, state.method)
+    new = {"params": params, "opt_state": opt_state, "method": objective_state}
+    return state.replace(step=state.step + 1, **new), metrics
 
 
 def _checked(parts: Parts, batch: Batch) -> Batch:
@@ -307,10 +309,10 @@ def _gradient(
     params: Params,
     frozen: Params,
     part: tuple[Batch, Array],
-    method: Any,
+    objective_state: Any,
     sampling_params: SamplingParams,
 ) -> tuple[Params, Pairs]:
-    """The gradient of the mean loss over a minibatch, and the sums behind its metrics."""
+    """The gradient of the mean loss over a minibatch, and its metrics as (sum, count) by name."""
     minibatch, advantages = part
     objective, microbatches = parts.objective, parts.microbatches
     # Counts of the whole minibatch, so that each microbatch adds its share of the one mean: a mean
@@ -322,9 +324,9 @@ def _gradient(
         scores = live(policies_of(params, frozen, parts.network), batch, sampling_params)
         router = {name: scores.pop(name) for name in [*scores] if name.startswith("router_")}
         stats = batch.stats | scores
-        terms, sums = policy_loss(objective, stats, batch, advantages, method)
+        terms, sums = policy_loss(objective, stats, batch, advantages, objective_state)
         terms = {name: (total, counts[name]) for name, (total, _) in terms.items()}
-        mean = combine_terms(objective, terms, method)
+        mean = combine_terms(objective, terms, objective_state)
         if router:
             # By the tokens of the minibatch, for the same reason as the counts above.
             more, router = router_loss(parts.router, router, routed_tokens(minibatch))
@@ -444,7 +446,7 @@ def check_split(prompts: int, minibatches: int, microbatches: int) -> None:
 
 
 def _minibatch_rows(key: Array, index: Array, n: int, minibatches: int) -> Array:
-    """The prompts of one update; every epoch deals all of them out anew."""
+    """[n / minibatches] int32, the prompts of one update; each epoch shuffles all n of them."""
     if minibatches == 1:
         return jnp.arange(n)
     epoch, part = index // minibatches, index % minibatches

@@ -175,7 +175,7 @@ class NetworkExtras(NamedTuple):
       fill: (weights, cache, tokens [N, P], lengths [N]) -> cache: what ``extend`` makes of an empty
         cache and rows of these lengths from position 0 on, in a faster way.
       hidden_shared: (params, ``SharedRows``) -> ([R, C, D], aux), the same as ``hidden`` of each
-        row behind its prompt, for the columns of the row; a prompt goes through the network once.
+        row after its prompt, for the columns of the row; a prompt goes through the network once.
         Without it the prompt is repeated for each of its rows.
       head: (params) -> ``Head``: ``logits`` are its scores. Without it they are made for a few
         tokens at a time, over all of the vocabulary at once.
@@ -264,7 +264,7 @@ class ValueNetwork(NamedTuple):
         points, or [B, L, K] of several outputs. A shared trunk reads ``policy_hidden``; a separate
         network reads the tokens.
       apply_shared: (params, policy_hidden [R, C, D], ``SharedRows``) -> [R, C] float32, or
-        [R, C, K], the same for rows behind shared prompts; None where the network cannot.
+        [R, C, K], the same for rows after shared prompts; None where the network cannot.
     """
 
     init: Callable[[Array], Params]

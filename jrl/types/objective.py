@@ -15,20 +15,19 @@ class Branching(NamedTuple):
     ``roots`` members are sampled from the prompt. The others come in ``rounds`` of equally many;
     each forks an existing member at one of that member's sampled tokens. See ``sampling.tree``.
 
-    Episodes on the host are left behind answers of their environment, as they are played, at turns
-    whose first tokens have greater numbers on average than those of the episode's first turn. See
-    ``episodes.branching``.
+    Episodes on the host branch after replies of their environment, while they are played: at turns
+    whose first tokens have a greater mean value of ``at`` than those of the episode's first turn.
+    See ``episodes.branching``.
 
     Attributes:
-      at: of ``sampling.places.PLACES``, which tokens are left: "entropy" those of the most
-        uncertain distributions, "gap" those whose likeliest two tokens are the closest, "surprise"
-        the least likely tokens, "even" the middle, then the quarters of what a member drew.
-      roots: members drawn from the prompt; 0 for half of the group.
-      rounds: of branches; not read in episodes.
-      above: what the number of a token must exceed to be left there, in nats for "entropy" and
-        "surprise", in probability for "gap" (1 minus the difference); in episodes by how much the
-        first turn's number must be exceeded. A member for which no such token is left is drawn from
-        the prompt.
+      at: of ``sampling.places.PLACES``, the token at which a member branches: "entropy" the most
+        uncertain distribution, "gap" the smallest gap between the two likeliest tokens, "surprise"
+        the least likely token, "even" the middle, then the quarters of the sampled tokens.
+      roots: members sampled from the prompt; 0 for half of the group.
+      rounds: of branching; not read in episodes.
+      above: the value of ``at`` that the token must exceed, in nats for "entropy" and "surprise",
+        in probability for "gap" (1 minus the difference); in episodes the excess over the first
+        turn. A member without such a token to branch at is sampled from the prompt.
     """
 
     at: str = "entropy"
@@ -42,15 +41,15 @@ class Search(NamedTuple):
 
     See ``collect.tree_search``.
 
-    In a round a node of each tree is chosen, and ``width`` steps are drawn to follow it. A path
-    that ends is a leaf; its score is backed up to the nodes before it.
+    In a round a node of each tree is selected and expanded by ``width`` sampled steps. A path that
+    ends is a leaf; its score is backed up along the path.
 
     Attributes:
-      by: of ``episodes.tree.SEARCHES``, how nodes are chosen and leaves backed up.
-      width: steps drawn from a node.
-      rounds: at most; a search ends before once it has found a leaf for each member.
-      tokens: the most of a step. In text a step ends with a line, too.
-      exploration: how much "uct" and "puct" count that a node was seldom visited.
+      by: of ``episodes.tree.SEARCHES``, the algorithm that selects nodes and backs up leaves.
+      width: steps sampled from a node.
+      rounds: at most; a search ends earlier once it has a leaf for each member.
+      tokens: most tokens of a step. In text a newline ends a step, too.
+      exploration: the exploration constant of "uct" and "puct".
     """
 
     by: str = "puct"

@@ -139,7 +139,7 @@ class Rollout(struct.PyTreeNode):
         drew it: outside mask, and in demonstrations.
       stop: [N, G] int32, a ``StopReason``.
       baseline: [N, G] bool, True for a member drawn greedily as a baseline, never trained on.
-      routing: which experts each token was sent to; None where nobody asked for it.
+      routing: the experts that each token was sent to; None if they were not recorded.
     """
 
     prompt_tokens: Array
@@ -293,7 +293,8 @@ class TrainState(struct.PyTreeNode):
       frozen: policies that are read and not trained, by name: "ref" the reference, "teacher";
         only those that the objective needs. Of a network with a ``split`` also "base", which is
         the reference as well unless another one is given.
-      method: the objective's own state (trackers, controllers); () when it keeps none.
+      method: the state of the objective (trackers, controllers), not a ``Method``; () when it keeps
+        none.
       key: [2] uint32, the data of the run's root key; every use has a ``stream`` of its own. Raw,
         because jit keeps a second entry for a typed key that comes back from it (JAX 0.10, 0.12).
     """
