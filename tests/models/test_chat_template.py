@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import signal
 import time
 
 import pytest
@@ -74,6 +75,7 @@ def test_a_fork_has_a_process_of_its_own_whoever_renders():
     with template_process._lock:  # as another thread would hold it while it renders
         child = os.fork()
         if child == 0:
+            signal.alarm(30)
             os._exit(0 if render("{{ 2 }}", TALK, "DIR") == "2" else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert render("{{ 3 }}", TALK, "DIR") == "3"
