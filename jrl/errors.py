@@ -64,6 +64,8 @@ def nearest(value: object, choices: Iterable[str]) -> str:
     "did you mean 'rloo'? choose from grpo, rloo"
     """
     names = sorted(choices)
+    if not names:
+        return "there is none to choose from"
     if len(names) > _FEW:
         close = _close(str(value), names, 3)
         hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "none is like it;"

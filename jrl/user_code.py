@@ -24,7 +24,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from jrl.errors import UserError
+from jrl.errors import UserError, nearest
 from jrl.system.json_text import parse_json
 from jrl.system.moved_modules import moved_to
 from jrl.system.time_limit import time_limit
@@ -162,7 +162,7 @@ def load(spec: str, key: str) -> Callable[..., Any]:
         raise UserError(f"{setting}: {_what_failed(error, place)}") from error
     if not hasattr(module, name):
         names = [n for n, value in vars(module).items() if _is_own(value, module) and n[0] != "_"]
-        raise UserError(f"{setting}: {place} has no function {name!r}; {_nearest(name, names)}")
+        raise UserError(f"{setting}: {place} has no function {name!r}; {nearest(name, names)}")
     function = getattr(module, name)
     if not callable(function):
         raise UserError(f"{setting}: {name} in {place} is {function!r:.40}, not a function")
@@ -229,7 +229,7 @@ def check_options(
             ]
         else:
             lines = [
-                f"{table}.{name} = {value!r}: there is no such option; {_nearest(name, accepted)}"
+                f"{table}.{name} = {value!r}: there is no such option; {nearest(name, accepted)}"
                 + removed(name)
                 for name, value in unknown.items()
             ]
@@ -337,21 +337,14 @@ def _is_own(value: object, module: ModuleType) -> bool:
     return callable(value) and getattr(value, "__module__", None) == module.__name__
 
 
-def _nearest(name: str, names: Iterable[str]) -> str:
-    choices = sorted(names)
-    nearest = difflib.get_close_matches(name, choices, n=1)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    return f"{hint}choose from {', '.join(choices)}" if choices else "there is none to choose from"
-
-
 def _existing(path: Path, setting: str) -> Path:
     full = path.expanduser().resolve()
     if full.is_file():
         return full
-    nearest = difflib.get_close_matches(path.name, [p.name for p in full.parent.glob("*.py")], n=1)
+    close = difflib.get_close_matches(path.name, [p.name for p in full.parent.glob("*.py")], n=1)
     hint = (
-        f"did you mean {path.parent / nearest[0]}?"
-        if nearest
+        f"did you mean {path.parent / close[0]}?"
+        if close
         else f"files are relative to {Path.cwd()}"
     )
     raise UserError(f"{setting}: there is no file {path}; {hint}")

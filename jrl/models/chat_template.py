@@ -130,7 +130,7 @@ def render_here(template: str, variables: Mapping[str, Any], source: str) -> tup
         return datetime.datetime.now().strftime(form)
 
     try:
-        text = _compiled(template).render(variables | {"strftime_now": strftime_now})
+        text = _compiled(template).render({**variables, "strftime_now": strftime_now})
         # Half of a character, which no tokenizer takes, is an error here.
         if len(text.encode()) <= MOST_BYTES:
             return text, clock

@@ -41,8 +41,23 @@ _PROGRAM = (
 
 _lock = threading.Lock()
 _process: subprocess.Popen[bytes] | None = None
-_owner = 0
-"""The process id of who started it: a fork may not use its parent's."""
+
+
+def _forget() -> None:
+    """In a fork: its parent's process is not its own, and no thread is there to free the lock."""
+    global _lock, _process
+    _lock = threading.Lock()
+    if _process is not None:
+        _process.returncode = 0  # or it would warn that the process still runs
+        for stream in (_process.stdin, _process.stdout):
+            assert stream is not None
+            os.close(stream.fileno())  # first: what is left to be written is the parent's
+            with contextlib.suppress(OSError):
+                stream.close()
+        _process = None
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def render_apart(
@@ -97,8 +112,8 @@ def render_apart(
 
 def _started() -> subprocess.Popen[bytes]:
     """The process, ready for a conversation."""
-    global _process, _owner
-    if _process is None or _owner != os.getpid() or _process.poll() is not None:
+    global _process
+    if _process is None or _process.poll() is not None:
         paths = [os.path.abspath(path or ".") for path in sys.path]
         code = f"import sys; sys.path[:] = {paths!r}; {_PROGRAM}"
         _process = subprocess.Popen(
@@ -109,7 +124,6 @@ def _started() -> subprocess.Popen[bytes]:
             env={"LANG": "C.UTF-8"},
             start_new_session=True,  # Ctrl-C is for the caller, who may render another
         )
-        _owner = os.getpid()
         assert _process.stdout is not None
         if _read(_process.stdout, 1, time.monotonic() + _START_SECONDS) != b"!":
             raise OSError("no start")
@@ -117,11 +131,6 @@ def _started() -> subprocess.Popen[bytes]:
 
 
 @atexit.register
-def _end_own() -> None:
-    if _owner == os.getpid():
-        _end()
-
-
 def _end() -> None:
     global _process
     if _process is not None:

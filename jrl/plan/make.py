@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jrl.config import Config
-from jrl.errors import UserError
+from jrl.errors import UserError, unknown_choice
 from jrl.plan.compile import (
     PROGRAMS,
     abstract_run_on,
@@ -53,9 +53,11 @@ def make_plan(
       echo: receives lines of progress.
 
     Raises:
-      UserError: something does not divide over the mesh, the slice has no half, or libtpu cannot
-        compile for it.
+      UserError: there is no such means, something does not divide over the mesh, the slice has
+        no half, or libtpu cannot compile for it.
     """
+    if by not in MEANS:
+        raise unknown_choice("make_plan.by", by, MEANS)
     if config.placement is None:
         return plan_together(config, topology, by, placement=placement, effort=effort, echo=echo)
     part, sampling, training = divided(config, topology)

@@ -86,6 +86,7 @@ MOVED = {
     "objectives.tie_breakers": "objectives.comparisons, zoo.methods.batch_statistics and"
     " zoo.methods.entropy",
     "own": "user_code",
+    "plan.disjoint": "plan.make",
     "processes": "system.processes",
     "progress": "run.progress",
     "rewards.minerva": "zoo.rewards.minerva",

@@ -1,13 +1,15 @@
 """Chat templates: what is malformed, fails, loops or writes too much is refused in one line."""
 
 import json
+import os
 import resource
+import signal
 import time
 
 import pytest
 
 from jrl.errors import UserError
-from jrl.models import chat_template
+from jrl.models import chat_template, template_process
 from jrl.models.chat_template import find_templates, render
 
 TALK = {"messages": [{"role": "user", "content": "Hi"}], "add_generation_prompt": True}
@@ -66,6 +68,17 @@ def test_time_and_memory_are_bounded(template, monkeypatch):
     assert time.monotonic() - begin < 10
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # KiB
     assert render("{{ messages[0].content }}", TALK, "DIR") == "Hi"  # the next one works
+
+
+def test_a_fork_has_a_process_of_its_own_whoever_renders():
+    assert render("{{ 1 }}", TALK, "DIR") == "1"
+    with template_process._lock:  # as another thread would hold it while it renders
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            os._exit(0 if render("{{ 2 }}", TALK, "DIR") == "2" else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert render("{{ 3 }}", TALK, "DIR") == "3"
 
 
 def test_a_value_that_cannot_be_sent_is_named():

@@ -1,1 +1,1 @@
-"""Rewards of one paper each: functions for ``[rewards.NAME]``, and combinators."""
+"""Rewards of one paper or one other library each: functions for ``[rewards.NAME]``, combinators."""
