@@ -167,10 +167,10 @@ def test_parts_that_nobody_samples_are_said():
 
 def test_a_judge_is_asked_early_about_what_it_will_be_asked_about():
     begun = []
-    settings = {"kind='b'": "where={kind='b'}", "only": "only='math'", "all": "votes=2"}
+    keys = ("where={kind='b'}", "only='math'", "votes=2, temperature=1.0")
     tables = [
         f"j{i}={{function='judge', url='http://127.0.0.1:1/v1', model='m', {more}}}"
-        for i, more in enumerate(settings.values())
+        for i, more in enumerate(keys)
     ]
     rewards = f"rewards={{math={{}}, {', '.join(tables)}}}"
     judges = endpoint_judges(load_config(None, ["data.train=x.jsonl", "model.path=x", rewards]))
