@@ -117,6 +117,19 @@ def test_retry_after_is_honoured(after, least):
     assert times[1] - times[0] >= least
 
 
+def test_what_a_server_asks_for_has_a_limit():
+    assert judge_client._retry_after("86400") == judge_client._LONGEST_HOLD
+    table = checked(JudgeTable, "k", {"url": "http://a/v1", "model": "m", "requests_per_minute": 6})
+    assert JudgeClient(table, "k", processes=4)._pace._gap == 40.0  # all of them send 6
+
+
+def test_each_vote_has_a_seed_of_its_own():
+    with judge_server(lambda body, number: "Score: 5") as (url, bodies):
+        mine = client(url, fields={"seed": 3})
+        mine.verdicts([*questions("a"), *questions("a", vote=2)])
+    assert sorted(body["seed"] for body in bodies) == [3, 5]
+
+
 def test_one_who_waits_too_long_loses_its_samples_alone():
     with judge_server(lambda b, n: (429, {"Retry-After": "86400"}, "")) as (url, _):
         verdicts, counts = client(url, at_once=1).verdicts(questions("a", "b"))
@@ -131,7 +144,7 @@ def test_one_who_waits_too_long_loses_its_samples_alone():
         (200, {}, "[]"),
         (200, {}, '{"choices": []}'),
         (200, {}, '{"choices": [{"message": {"content": null}}]}'),
-        (200, {}, reply_body("x" * (judge_client._LARGEST + 1))),
+        (200, {}, reply_body("x" * (judge_client._LARGEST + 1) + "\nScore: 5")),
         "What a fine answer, 10 of 10 for me!",
         "Score: 1e9",
         "Score: 10\nScore: 99",
@@ -365,6 +378,8 @@ def test_a_request_that_is_overdue_holds_up_no_other(monkeypatch, refuses):
     """The server answers it after a later one alone; if it can serve no two, it says so."""
     monkeypatch.setattr(judge_limits, "_OVERDUE_SECONDS", 0.01)
     later, refusals = threading.Event(), [(429, {}, "")] * refuses
+    narrowed, narrow = [], Batch.narrow
+    monkeypatch.setattr(Batch, "narrow", lambda batch: narrowed.append(batch) or narrow(batch))
 
     def answer(body, number):
         text = body["messages"][-1]["content"]
@@ -384,6 +399,7 @@ def test_a_request_that_is_overdue_holds_up_no_other(monkeypatch, refuses):
         assert verdicts == [0.5, 0.5]
         assert counts["judge_calls"] == 10 + refuses
         assert mine._beside == (not refuses)  # from then on, no more than at_once
+        assert len(narrowed) == refuses  # and in this call
 
 
 def test_overdue_requests_are_held_to_a_number():

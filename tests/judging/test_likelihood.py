@@ -82,6 +82,10 @@ def test_a_completion_is_followed_by_the_answer():
     assert sorted(pairs) == [("qaxxb = ", "42"), ("qx = ", "42")]
     assert points.tolist() == [[2.0, 1.0]]
     assert not paid.any()
+    ended, pairs = members("axx")[0], []
+    ended.tokens[0, 0, 2] = TOKENS.eos_id
+    part(pairs)(ended, None, PROMPTS, POLICY)
+    assert pairs == [("qax = ", "42")]  # the answer stands in the place of the end
 
 
 def test_turns_are_paid_for_what_they_tell():

@@ -56,10 +56,10 @@ def parrot(config=CONFIG, follows=FOLLOWS, tokenizer=TOKENS):
     return params | {"head": jnp.asarray(head)}
 
 
-def judge(temperature=0.0):
+def judge(temperature=0.0, seed=0):
     table = {"model": "dir", "max_tokens": 8, "at_once": 4, "max_prompt_tokens": 16}
     table = checked(JudgeTable, "rewards.good", table | {"temperature": temperature})
-    return model_judge(table, JudgeModel(transformer(CONFIG), parrot(), TOKENS, (7,)), seed=0)
+    return model_judge(table, JudgeModel(transformer(CONFIG), parrot(), TOKENS, (7,)), seed=seed)
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +96,12 @@ def test_a_reply_is_read_for_each_row_by_its_own_answer(greedy):
     counted(counts, calls=1)
 
 
+def test_without_temperature_votes_agree(greedy):
+    text = lambda reply: reply or None  # noqa: E731
+    votes = [each for v in range(8) for each in requests_of("x 3", vote=v, read=text)]
+    assert len(set(greedy.verdicts(votes)[0])) == 1
+
+
 def test_the_same_seed_says_the_same_whatever_else_is_asked():
     """Votes of the same question are draws of their own, keyed by the question and the seed."""
     text = lambda reply: reply or None  # noqa: E731
@@ -105,7 +111,7 @@ def test_the_same_seed_says_the_same_whatever_else_is_asked():
     assert set(together) == {"yes", "no"}
     assert [one.verdicts([each])[0][0] for each in reversed(questions[:5])] == together[4::-1]
     assert one.verdicts(questions[::3])[0] == together[::3]
-    other = one._replace(cache=one.cache._replace(how={**one.cache.how, "seed": 1}))
+    other = one._replace(cache=judge(temperature=1.0, seed=1).cache)
     assert other.verdicts(questions)[0] != together
 
 
@@ -191,7 +197,10 @@ def test_another_checkpoint_judges(checkpoint, tmp_path):
     TOKENS.save(checkpoint)
     template = "{% for m in messages %}{{ m.content }}{% endfor %}>"
     (checkpoint / "chat_template.jinja").write_text(template)
-    again = build.setup(settings(f"{ONE}, model='{checkpoint}'", where))
+    again = build.setup(
+        settings(f"{ONE}, model='{checkpoint}'}}, second={{{ONE}, model='{checkpoint}'", where)
+    )
+    assert again.rewards.judges["good"] is again.rewards.judges["second"]  # in memory once
     assert again.rewards.judges["good"].checksum != run.rewards.judges["good"].checksum
     with jax.set_mesh(again.mesh):
         assert points_of(judges_of(again, "train"), ("51", "50"), None)[0] == [0.0, 0.0]
@@ -228,6 +237,7 @@ def test_a_run_that_its_policy_judges_repeats(tmp_path):
         train(config, echo=lambda line: None)
         records.append(read_jsonl(tmp_path / name / "metrics.jsonl")[-1])
     assert records[0]["judge_calls"] >= records[0]["judge_unreadable"] > 0
+    assert not (tmp_path / "a" / "judge").exists()  # its verdicts are another judge's tomorrow
     names = ("loss", "reward", "judge_calls", "judge_unreadable", "reward_missing")
     assert [records[0].get(n) for n in names] == [records[1].get(n) for n in names]
 

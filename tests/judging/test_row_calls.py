@@ -14,11 +14,11 @@ from jrl.collect.sources_text import TextSource
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.judging import row_calls
-from jrl.judging.host import HostScorer
+from jrl.judging.host import HostScorer, without_dropped
 from jrl.judging.judges import endpoint_judges, judge_parts
 from jrl.judging.row_calls import RowCalls
 from jrl.models.tokenizer import CharTokenizer
-from jrl.rewards import make_reward
+from jrl.rewards import Sample, make_reward
 from jrl.rewards.pool import RewardPool
 from jrl.setup.features import check_features
 from jrl.types import Prompt, Rollout, StopReason
@@ -163,6 +163,58 @@ def test_parts_that_nobody_samples_are_said():
     keys = ["data.train=x.jsonl", "model.path=x", "train.prompts=6", "sampling.draws=4"]
     with pytest.raises(UserError, match=r"train.prompts = 6 cannot be sampled in sampling.draws"):
         load_config(None, keys)
+
+
+def test_a_judge_is_asked_early_about_what_it_will_be_asked_about():
+    begun = []
+    keys = ("where={kind='b'}", "only='math'", "votes=2, temperature=1.0")
+    tables = [
+        f"j{i}={{function='judge', url='http://127.0.0.1:1/v1', model='m', {more}}}"
+        for i, more in enumerate(keys)
+    ]
+    rewards = f"rewards={{math={{}}, {', '.join(tables)}}}"
+    judges = endpoint_judges(load_config(None, ["data.train=x.jsonl", "model.path=x", rewards]))
+    prompt = Prompt(0, "why?", np.zeros(1), "x", {"kind": "a"})
+    for name, each in judges.items():
+        each.client.begin = lambda asked, name=name: begun.append((name, len(asked)))
+        each.begin(Sample(prompt, "so", np.zeros(1, np.int32), "stop_token"))
+    assert begun == [("j2", 2)]  # the first is not asked, the second where another part says so
+
+
+def test_processes_call_about_their_own_groups(monkeypatch):
+    program = sampled(lambda: True)
+    ids, lengths = np.zeros((N, 1), np.int32), np.ones(N, np.int32)
+    rollout, _ = program(None, None, ids, lengths, None, 0, np.arange(N), None)
+    judges = SimpleNamespace(tokenizer=TOKENIZER, steps=1)
+    calls, made = RowCalls(None, judges), []
+    calls._submit = lambda make, functions, judges: made.append(judges)
+    monkeypatch.setattr(row_calls.jax, "process_count", lambda: 3)
+    monkeypatch.setattr(row_calls.jax, "process_index", lambda: 0)
+    calls.submit_groups(PROMPTS, rollout, 2)  # groups 2 to 5 of the step, of which 3 is its own
+    assert np.reshape(made, (N, G))[:, 0].tolist() == [False, True, False, False]
+    for alive, drawn in ((False, True), (True, False)):  # failed, or nobody sampled anything
+        made.clear()
+        calls.submit(SimpleNamespace(alive=alive, segments=[SimpleNamespace(drawn=drawn)]))
+        assert not made
+
+
+def test_without_its_baseline_a_group_leaves():
+    baseline = np.array([[True, False], [True, False]])
+    stop = np.full((2, 2), StopReason.STOP_TOKEN)
+    rollout = Members(stop, baseline)
+    left, count = without_dropped(rollout, np.array([[True, False], [False, True]]))
+    assert (left.stop == StopReason.ABORTED).tolist() == [[True, True], [False, True]]
+    assert count == 3
+
+
+class Members(SimpleNamespace):
+    """As much of a rollout as says who is there."""
+
+    def __init__(self, stop, baseline):
+        super().__init__(stop=stop, baseline=baseline)
+
+    def replace(self, stop):
+        return Members(stop, self.baseline)
 
 
 class Model:

@@ -186,7 +186,7 @@ def by_turns(solution_str, ground_truth, extra_info):
 
 def test_verls_function_knows_the_turns():
     """As verl counts: the prompt, each turn of the policy, and what came between two of them."""
-    roles = "assistant tool tool assistant".split()
+    roles = ["assistant", "tool", "tool", "assistant"]
     episode = tuple({"role": role, "content": "4"} for role in roles)
     assert adapted(by_turns)([SAMPLES[0]]) == [2]
     assert adapted(by_turns)([dataclasses.replace(SAMPLES[0], messages=episode)]) == [4]

@@ -171,3 +171,6 @@ def test_group_contrast_pays_a_behaviour_that_helps():
     combined = make_combined("aux", "group_contrast", ["shown", "right"], {}).combine(c)
     expected = [[1, 1, 0, 0], [-1, 0, 0, 0], [0] * 4, [0] * 4]
     np.testing.assert_array_equal(combined, expected)
+    # a difference of 1/2 is within eps, one of -2/3 is not
+    wide = make_combined("aux", "group_contrast", ["shown", "right"], {"eps": 0.5}).combine(c)
+    np.testing.assert_array_equal(wide, [[0] * 4, expected[1], [0] * 4, [0] * 4])

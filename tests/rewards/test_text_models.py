@@ -317,9 +317,13 @@ def test_rlbff_reads_yes_and_no_to_the_principle_of_a_row(place):
 
 def test_rlmt_hides_the_thinking(place):
     model = published("rlmt", place, **ONE)
-    points, _ = model([sample("hm</think> 4"), sample("hmmm</think> 4"), sample("hm")])
+    twice = sample("hm</think> 5, no</think> 4")  # what stands behind the last one counts
+    points, _ = model([sample("hm</think> 4"), twice, sample("hm")])
     expected = theirs(place, "rm0", talk("4"))[0]
     assert points == [pytest.approx(expected, abs=1e-4)] * 2 + [None]
+    broken = model._replace(program=lambda params, tokens, lengths: lengths * np.float32("nan"))
+    with pytest.raises(UserError, match="rm0' gives a number that is not finite"):
+        broken([sample("hm</think> 4")])
 
 
 def test_rluf_is_a_probability(place):

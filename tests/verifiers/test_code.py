@@ -71,9 +71,10 @@ def test_functions_and_methods_are_called():
 
 
 def test_mbpp_asserts_and_humaneval():
-    row = {"test_list": ASSERTS, "test_setup_code": "import math"}
+    uses_setup = "assert math.floor(double(2)) == 4"
+    row = {"test_list": [*ASSERTS, uses_setup], "test_setup_code": "import math"}
     assert points(sample("def double(x): return x * 2", **row)) == [1.0]
-    assert points(sample("def double(x): return 2", **row), partial=True) == [pytest.approx(1 / 3)]
+    assert points(sample("def double(x): return 2", **row), partial=True) == [pytest.approx(1 / 4)]
     human = {
         "test": "def check(candidate):\n    assert candidate(2) == 4\n",
         "entry_point": "double",
@@ -233,6 +234,19 @@ def test_how_outputs_and_values_are_compared():
     assert assert_case("assert abs(f(1) - 2) < 0.5").expected == 0.5
     assert last_block("```\na\n```\n```py\nb\n```") == "b\n"
     assert last_block("no fence") == "no fence"
+
+
+def test_limits_of_a_program_and_of_its_output():
+    wordy = {"inputs": ["1"], "outputs": ["x" * 3000]}
+    for kib, paid in ((1, 0.0), (4, 1.0)):
+        assert points(sample("print('x' * 3000)", wordy), output_kib=kib) == [paid]
+    long = sample(RIGHT + "\n# " + "x" * code._LONGEST_PROGRAM, DOUBLE)
+    assert points(long) == [0.0]
+    assert points(sample(RIGHT + "\nraise SystemExit(1)", DOUBLE)) == [0.0]
+    tests = code_tests.tests_of({}, DOUBLE, "", 0)
+    limits = code.testing_of({})
+    for stop, notes in ((True, 1), (False, 3)):
+        assert len(code.judge("1 / 0", tests, "python", limits, stop=stop).notes) == notes
 
 
 def test_more_inputs_than_a_policy_s_code_may_have():

@@ -90,3 +90,4 @@ def test_replies_are_read():
     assert not is_proof({"env": 1, "messages": [warned, fine]}, "t")
     assert without_comments("a -- b\nc /- -- -/ d") == "a \nc  d"
     assert not states("theorem u : 1 = 1 := rfl", "theorem t : 1 = 1")
+    assert not states("deriving x theorem t : 1 = 1 := rfl", "theorem t : 1 = 1")

@@ -10,7 +10,6 @@ import numpy as np
 from jrl.errors import UserError
 from jrl.rewards.base import Points, Sample, defaults_of, options_of
 from jrl.verifiers.code import (
-    Testing,
     Verdicts,
     code,
     is_cut_short,

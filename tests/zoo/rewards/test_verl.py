@@ -44,6 +44,7 @@ def test_a_share_of_the_first_ten_tests(monkeypatch):
     shares = points("sandbox_fusion", half, complete, bare, timeout=4.0)
     assert shares == pytest.approx([8 / 12, 1.0, 0.0])
     assert points("sandbox_fusion", half, timeout=4.0, continuous=True) == [0.6]
+    assert verl._limits(3.0, 9.0)["total_seconds"] == 6.0
     for name in ("timeout", "memory_limit_mb"):
         with pytest.raises(
             UserError, match=rf"rewards\.sandbox_fusion\.{name} = 0 must be above 0"
