@@ -283,7 +283,7 @@ DATA = {
     ),
     "no answer": (
         '{"question": "a?"}\n',
-        "line 1: there is no field 'answer'; set data.fields.answer",
+        "line 1: there is no field 'answer'; add it, or name rewards that need none",
     ),
     "empty answer": ('{"question": "a?", "answer": " "}\n', "line 1: answer is empty"),
     "no question": (

@@ -76,7 +76,7 @@ def _train(
     process: int | None,
 ) -> None:
     if not (coordinator or processes or os.environ.get("JRL_DISTRIBUTED")):
-        from jrl.data.fields import check_first_row
+        from jrl.setup.first_row import check_first_row
 
         check_first_row(read(config, overrides))  # before imports that take seconds
     from jrl.system.processes import first_says, start

@@ -1,19 +1,13 @@
-"""The fields of question and answer; imports no JAX, so that a mistake is found at once."""
+"""The fields of question and answer in a row; imports no JAX."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from jrl.config.reward_model import MODEL_NAMES
-from jrl.config.tables import Config
 from jrl.data.tables import Source
 from jrl.errors import UserError
 from jrl.system.json_text import json_or_none
-
-LARGE = 64 << 20
-"""Bytes of a file that is read twice rather than found wrong late."""
 
 QUESTIONS = ("question", "prompt", "problem", "input")
 ANSWERS = (
@@ -47,17 +41,6 @@ def layout(
     return question, answer
 
 
-def needs_answer(config: Config) -> bool:
-    """Whether rows must have a reference answer: not where reward models alone judge completions.
-
-    A configuration that names the field, or a pattern in it, needs it in any case.
-    """
-    if not config.data.answer_optional:
-        return True
-    parts = {name: part for name, part in config.rewards.items() if part.combine is None}
-    return not parts or any((p.function or n) not in MODEL_NAMES for n, p in parts.items())
-
-
 def look_up(row: Mapping[str, Any], key: str) -> Any:
     """The field of that name, or of a path such as "reward_model.ground_truth"; None for none.
 
@@ -81,45 +64,23 @@ def check_fields(row: Mapping[str, Any], question: str, answer: str | None, wher
     missing = {n: k for n, k in columns.items() if k is not None and not has(row, k)}
     if missing:
         names = " and no field ".join(map(repr, missing.values()))
-        keys = " and ".join(f"data.fields.{name}" for name in missing)
-        raise UserError(
-            f"{where}: there is no field {names}; set {keys} to one of {', '.join(row)}"
-        )
+        raise UserError(f"{where}: there is no field {names}; {_remedy(row, missing, question)}")
+
+
+def _remedy(row: Mapping[str, Any], missing: Mapping[str, str], question: str) -> str:
+    """What to set for a row without question or answer; other layouts have keys of their own."""
+    if "messages" in row and "question" in missing:
+        return "it has messages: read conversations by data.train=dialogues:FILE"
+    if "chosen" in row and "rejected" in row:
+        return "it has chosen and rejected: read pairs by data.pairs=FILE"
+    others = [name for name in row if name != question]
+    if not others:
+        return "add it, or name rewards that need none, such as a function of completions alone"
+    keys = " and ".join(f"data.fields.{name}" for name in missing)
+    return f"set {keys} to one of {', '.join(others)}"
 
 
 def has(row: Mapping[str, Any], key: str) -> bool:
     """Whether a row has a field of that name, or of that path."""
     head, _, _ = key.partition(".")
     return key in row or (head in row and head != key and look_up(row, key) is not None)
-
-
-def check_first_row(config: Config) -> None:
-    """Raises UserError where the first row of a local file lacks a field that prompts need.
-
-    Reading all rows does that too, after imports that take seconds and with the tokenizer loaded.
-    What cannot be looked at here, such as data of the Hub, is left to that.
-
-    Args:
-      config: of the run.
-    """
-    from jrl.data.sources import open_source
-
-    data: Any = config.data
-    names = {"question": QUESTIONS[0], "answer": ANSWERS[0]}
-    for split, path in data.plain_files.items():
-        if not isinstance(path, str) or not _is_small(Path(path).expanduser()):
-            continue
-        source = open_source(path, key=f"data.{split}")
-        if len(source):
-            names |= data.fields
-            question, answer = layout(
-                source, names["question"], names["answer"], needs_answer=needs_answer(config)
-            )
-            check_fields(source[0], question, answer, source.where(0))
-
-
-def _is_small(path: Path) -> bool:
-    try:
-        return path.is_file() and path.stat().st_size <= LARGE
-    except (OSError, ValueError):
-        return False

@@ -288,9 +288,23 @@ def _solution(
             f"{where}: there is no field {key!r}; set data.fields.solution to one of"
             f" {', '.join(row)}"
         )
-    if not str(solution).strip():
+    solution = _spoken(solution, key, where)
+    if not solution.strip():
         raise UserError(f"{where}: {key} is empty; every row needs a solution to learn from")
     tokenizer = wording.tokenizer
-    refuse_controls(tokenizer, str(solution), f"{where}: {key}")
+    refuse_controls(tokenizer, solution, f"{where}: {key}")
     end = end_of_turn(tokenizer, wording.template)
-    return np.array([*tokenizer.encode(str(solution)), end], np.int32)
+    return np.array([*tokenizer.encode(solution), end], np.int32)
+
+
+def _spoken(solution: Any, key: str, where: str) -> str:
+    """The text of a completion, also where it is one message, as in TRL's conversational sets."""
+    match _plain(solution):
+        case [{"role": "assistant", "content": str(text), **more}] if not any(more.values()):
+            return text
+        case list() | dict():
+            raise UserError(
+                f"{where}: {key} must be text, or a list with one message of the assistant, which"
+                " has role and content"
+            )
+    return str(solution)

@@ -45,7 +45,8 @@ def samples_of(
         if task is not None and not isinstance(subject, list):
             prompt, answer = task.render(jax.tree.map(lambda x, row=row: x[row], subject))
         else:
-            prompt, answer = subject[row].text, str(subject[row].answer)
+            prompt, answer = subject[row].text, subject[row].answer
+            answer = "" if answer is None else str(answer)
         length = int(rollout.lengths[row, member])
         each = zip(weights, rewards[row, member].tolist(), scored[row, member], strict=True)
         parts = {name: points if has_opinion else None for name, points, has_opinion in each}

@@ -74,6 +74,13 @@ REWARDS: dict[str, Callable[..., Any]] = {
 }
 """The library's own reward functions by name."""
 
+ANSWERLESS = frozenset({"format", "think_format", "tag_count", "reasoning_steps", "reflection"}) | {
+    *("language", "soft_overlong", "ended", "length_in_group", "repetition", "majority"),
+    *("answer_share", "semantic_entropy", "new_answer", "new_ngrams", "tools_used"),
+    *("think_format_reward", "get_repetition_penalty_reward", "get_soft_overlong_punishment"),
+}
+"""Those that never read the reference answer, so that rows may lack it."""
+
 _ZOO, _CRITICS = "jrl.zoo.rewards.functions", "jrl.zoo.rewards.critics"
 PUBLISHED = {
     "chain_length": f"{_ZOO}:chain_length",

@@ -89,6 +89,22 @@ def form_of(function: Callable[..., Any], key: str) -> Form:
     return "samples"
 
 
+def reads_answer(function: Callable[..., Any], key: str) -> bool:
+    """Whether a function needs the reference answer; one of samples may, whatever it does.
+
+    Args:
+      function: the reward function.
+      key: what names it in the configuration, for messages.
+
+    >>> reads_answer(lambda completions, **kw: [0.0], "reward"), reads_answer(len, "reward")
+    (False, True)
+    """
+    if form_of(function, key) not in ("columns", "rollout"):
+        return True
+    required = {p.name for p in _parameters(function) if p.default is p.empty}
+    return "answer" in required or "answer" in _constants(function)
+
+
 def adapted(function: Callable[..., Any]) -> Callable[..., list[Points]]:
     """A function of samples that calls one of any form, async or not."""
     form = form_of(function, "reward")

@@ -64,7 +64,7 @@ def missing_math(config: Config) -> str:
 
 
 def probe_rewards(run: Run, pool: RewardPool) -> None:
-    """Calls the reward functions of a user once, with the first prompt and its answer.
+    """Calls the reward functions of a user once, with the first prompt and its answer, if any.
 
     On a procedural task with one of its problems, and a correct completion as the answer.
 
@@ -75,7 +75,7 @@ def probe_rewards(run: Run, pool: RewardPool) -> None:
     prompt = run.kind.first_prompt(run.data) if names else None
     if prompt is None:
         return
-    text = str(prompt.answer)
+    text = "yes" if prompt.answer is None else str(prompt.answer)
     tokens = np.array(run.tokenizer.encode(text), np.int32)
     sample = Sample(prompt=prompt, completion=text, tokens=tokens, stop="stop_token")
     sample = run.kind.as_rewarded(sample)

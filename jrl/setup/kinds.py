@@ -30,7 +30,6 @@ from jrl.config.data import (
     TaskPairs,
 )
 from jrl.config.secrets import reveal
-from jrl.data.fields import needs_answer
 from jrl.data.messages import Wording
 from jrl.data.pairs import Judged, JudgedCounts, build_judged, rows_for
 from jrl.data.prompts import PromptCounts, build_prompts
@@ -46,6 +45,7 @@ from jrl.rewards.base import Sample
 from jrl.rewards.columns import check_column
 from jrl.sampling.slot_sizes import CHUNK
 from jrl.sampling.slots import check_length
+from jrl.setup.first_row import needs_answer
 from jrl.setup.recorded import KeptCounts, recorded_groups
 from jrl.setup.reward_parts import parts_by_step, parts_by_token, parts_of
 from jrl.types import NOTHING, SILENT, Network, Prompt

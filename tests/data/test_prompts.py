@@ -107,7 +107,18 @@ def test_overlong_prompts_are_refused_dropped_or_cut_and_counted():
         (
             {"question": "2?"},
             {},
-            "line 1: there is no field 'answer'; set data.fields.answer to",
+            "line 1: there is no field 'answer'; add it, or name rewards that need none",
+        ),
+        (
+            {"question": "2?", "gold": "4"},
+            {},
+            "line 1: there is no field 'answer'; set data.fields.answer to one of gold",
+        ),
+        ({"messages": []}, {}, "it has messages: read conversations by data.train=dialogues:FILE"),
+        (
+            {"prompt": "2?", "chosen": "4", "rejected": "5"},
+            {},
+            "it has chosen and rejected: read pairs by data.pairs=FILE",
         ),
         ({"question": "2?", "answer": " "}, {}, "line 1: answer is empty"),
         ({"question": "2?", "answer": None}, {}, "line 1: answer is empty"),
@@ -209,6 +220,19 @@ def test_a_path_names_a_field_of_a_field():
     assert (prompts[0].text, prompts[0].answer) == ("user:2?;assistant:", 4)
     with pytest.raises(UserError, match="no field 'extra.x'"):
         build(Rows([row]), question_key="extra.x", answer_key="extra.deep.a")
+
+
+def test_a_solution_may_be_a_message_and_no_other_list():
+    row = {"question": "2?", "answer": "4", "s": "four"}
+    said = {"role": "assistant", "content": "four"}
+    for solution in ([said], np.array([said])):  # as Parquet gives it
+        (prompt,), _ = build(Rows([row | {"s": solution}]), solution_key="s")
+        assert (
+            prompt.solution.tolist() == build(Rows([row]), solution_key="s")[0][0].solution.tolist()
+        )
+    for wrong in ([said, said], ["four"], {"a": 1}, [said | {"tool_calls": [{}]}]):
+        with pytest.raises(UserError, match="line 1: s must be text, or a list with one message"):
+            build(Rows([row | {"s": wrong}]), solution_key="s")
 
 
 def test_rows_list_as_many_solutions_as_a_method_demonstrates():

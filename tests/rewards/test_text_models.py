@@ -16,7 +16,6 @@ from jrl.config import load_config
 from jrl.config.judge import checked
 from jrl.config.reward_model import RewardModelTable
 from jrl.config.tables import RewardTable
-from jrl.data.fields import check_first_row
 from jrl.errors import UserError
 from jrl.evaluate.verifiers import verifier_of
 from jrl.judging.host import Texts
@@ -30,6 +29,7 @@ from jrl.rewards.rules import Rules
 from jrl.rewards.text_models import label_weights, load_text_model
 from jrl.run import run as running
 from jrl.run.run import train
+from jrl.setup.first_row import check_first_row
 from jrl.setup.reward_parts import model_of_part, parts_by_token, parts_of
 from jrl.storage.metrics import read_jsonl
 from jrl.train.reward_model import check_steps, check_text_models, load_reward_models

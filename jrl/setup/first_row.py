@@ -1,0 +1,64 @@
+"""The fields that prompts of a run need, looked up in a file's first row; imports no JAX."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jrl.config.reward_model import MODEL_NAMES
+from jrl.config.tables import Config
+from jrl.data.fields import ANSWERS, QUESTIONS, check_fields, layout
+from jrl.data.sources import open_source
+from jrl.rewards import ANSWERLESS
+from jrl.rewards.columns import reads_answer
+from jrl.user_code import load
+
+LARGE = 64 << 20
+"""Bytes of a file that is read twice rather than found wrong late."""
+
+
+def needs_answer(config: Config) -> bool:
+    """Whether rows must have a reference answer: not where no reward reads it.
+
+    A configuration that names the field, or a pattern in it, needs it in any case.
+    """
+    if not config.data.answer_optional:
+        return True
+    parts = {name: part for name, part in config.rewards.items() if part.combine is None}
+    return not parts or any(_reads_answer(n, p.function or n) for n, p in parts.items())
+
+
+def _reads_answer(name: str, function: str) -> bool:
+    if ":" not in function:
+        return function not in ANSWERLESS and function not in MODEL_NAMES
+    return reads_answer(load(function, "rewards"), f"rewards.{name}")
+
+
+def check_first_row(config: Config) -> None:
+    """Raises UserError where the first row of a local file lacks a field that prompts need.
+
+    Reading all rows does that too, after imports that take seconds and with the tokenizer loaded.
+    What cannot be looked at here, such as data of the Hub, is left to that.
+
+    Args:
+      config: of the run.
+    """
+    data: Any = config.data
+    names = {"question": QUESTIONS[0], "answer": ANSWERS[0]}
+    for split, path in data.plain_files.items():
+        if not isinstance(path, str) or not _is_small(Path(path).expanduser()):
+            continue
+        source = open_source(path, key=f"data.{split}")
+        if len(source):
+            names |= data.fields
+            question, answer = layout(
+                source, names["question"], names["answer"], needs_answer=needs_answer(config)
+            )
+            check_fields(source[0], question, answer, source.where(0))
+
+
+def _is_small(path: Path) -> bool:
+    try:
+        return path.is_file() and path.stat().st_size <= LARGE
+    except (OSError, ValueError):
+        return False
