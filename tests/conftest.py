@@ -92,7 +92,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 @pytest.fixture(scope="module", autouse=True)
 def few_programs():
-    """Lets compiled programs go between modules when there are so many that memory matters."""
+    """Ends the compiling process behind a module; lets programs go when memory matters."""
     yield
     tpu_programs.compiler.close()
     if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
