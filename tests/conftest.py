@@ -24,6 +24,10 @@ OLD_EMITTERS = importlib.metadata.version("jaxlib").startswith("0.10.")
 """Whether XLA can do without its newer emitters; a later one ends the process at the flag."""
 MAPPINGS, MOST_MAPPINGS = pathlib.Path("/proc/self/maps"), 10_000
 """Pieces of memory of a process. Each program has several, and Linux lets it have 65,530."""
+LONG = tuple(
+    f"tests/{x}.py" for x in ("test_soak", "plan/test_plan", "test_notebooks", "test_demo")
+)
+"""Files whose slow tests take up to minutes each."""
 sys.path.insert(0, str(CHECKOUT / "tests"))  # for tpu_programs, needs_extra and small_policy
 pytest_plugins = ["small_policy"]
 
@@ -77,6 +81,7 @@ os.environ.setdefault("MPLBACKEND", "agg")
 import jax
 import needs_extra
 import pytest
+import tpu_programs
 
 from jrl.report import page
 
@@ -87,8 +92,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 @pytest.fixture(scope="module", autouse=True)
 def few_programs():
-    """Lets compiled programs go between modules when there are so many that memory matters."""
+    """Ends the compiling process behind a module; lets programs go when memory matters."""
     yield
+    tpu_programs.compiler.close()
     if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
         jax.clear_caches()
 
@@ -100,6 +106,17 @@ def pytest_configure(config):
         if unknown:
             raise pytest.UsageError(f"--extras: no extra is called {', '.join(sorted(unknown))}")
         os.environ[needs_extra.VARIABLE] = extras
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collects without looking for garbage; what is collected stays, and is not looked at again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_runtest_setup(item):
@@ -121,6 +138,8 @@ def pytest_collection_modifyitems(config, items):
             if name in left:
                 left[name] = True
                 item.add_marker(pytest.mark.slow)
+    # One that begins last would keep one worker busy, and let the others wait.
+    items.sort(key=lambda i: not (i.nodeid.startswith(LONG) and i.get_closest_marker("slow")))
     if not config.option.file_or_dir and not all(left.values()):
         stale = ", ".join(name for name, matched in left.items() if not matched)
         raise pytest.UsageError(f"tests/slow.txt names what is no test: {stale}")

@@ -20,6 +20,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, NoReturn
 
 SERVE = "--serve"
@@ -327,20 +329,30 @@ def _check(directory: str, checks: str, output: str) -> NoReturn:
     os._exit(int(code))
 
 
-def plant(name: str, directory: pathlib.Path) -> None:
-    """Edits the copy; an edit that no longer fits the source is an error."""
+@contextmanager
+def planted(name: str, directory: pathlib.Path) -> Iterator[None]:
+    """Edits the copy for a while; an edit that no longer fits the source is an error.
+
+    The file has its own time again afterwards, which tells Python that the bytecode of the edited
+    one is of another.
+    """
     mutant = MUTANTS[name]
     path = directory / "jrl" / mutant.file
     text = path.read_text()
     assert text.count(mutant.old) == 1, f"{name!r}: {mutant.file} has changed; mend the mutant"
     path.write_text(text.replace(mutant.old, mutant.new))
+    try:
+        yield
+    finally:
+        shutil.copy2(ROOT / "jrl" / mutant.file, path)
 
 
-def verdict(name: str, forks: Forks) -> tuple[bool, str]:
-    """Whether the house test catches a mutant, and the output of pytest."""
-    with tempfile.TemporaryDirectory() as scratch:
-        directory = copy_of_library(pathlib.Path(scratch))
-        plant(name, directory)
+def verdict(name: str, forks: Forks, directory: pathlib.Path) -> tuple[bool, str]:
+    """Whether the house test catches a mutant in a copy, and the output of pytest.
+
+    One copy serves all, so that Python compiles the library's other files once.
+    """
+    with planted(name, directory):
         result = forks.run(directory, f"test_{MUTANTS[name].check}_")
     failed = f"FAILED tests/house_test.py::test_{MUTANTS[name].check}_" in result.stdout
     by_the_check = "AssertionError" in result.stdout or "Disallowed" in result.stdout
@@ -351,13 +363,15 @@ def verdict(name: str, forks: Forks) -> tuple[bool, str]:
 def main() -> int:
     """Prints a line a mutant; the exit status says whether all were caught."""
     missed, forks = 0, Forks()
-    for name in sys.argv[1:] or MUTANTS:
-        caught, _ = verdict(name, forks)
-        missed += not caught
-        print(
-            f"{'caught' if caught else 'MISSED'}  check {MUTANTS[name].check:>2}  {name}",
-            flush=True,
-        )
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = copy_of_library(pathlib.Path(scratch))
+        for name in sys.argv[1:] or MUTANTS:
+            caught, _ = verdict(name, forks, directory)
+            missed += not caught
+            print(
+                f"{'caught' if caught else 'MISSED'}  check {MUTANTS[name].check:>2}  {name}",
+                flush=True,
+            )
     forks.close()
     return int(missed > 0)
 

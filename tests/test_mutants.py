@@ -22,6 +22,11 @@ def forks():
     started.close()
 
 
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return mutants.copy_of_library(tmp_path_factory.mktemp("copy"))
+
+
 def test_every_fault_fits_the_source():
     for name, mutant in mutants.MUTANTS.items():
         source = (mutants.ROOT / "jrl" / mutant.file).read_text()
@@ -29,8 +34,7 @@ def test_every_fault_fits_the_source():
 
 
 @pytest.mark.slow
-def test_the_unedited_copy_is_green(tmp_path, forks):
-    directory = mutants.copy_of_library(tmp_path)
+def test_the_unedited_copy_is_green(directory, forks):
     result = forks.run(directory, "test_2_")  # the others run on the checkout itself
     assert result.returncode == 0, result.stdout
     where = subprocess.run(
@@ -58,6 +62,6 @@ def test_a_mutant_fits_the_source(name):
 
 @pytest.mark.slow  # seconds a mutant
 @pytest.mark.parametrize("name", mutants.MUTANTS)
-def test_the_house_test_catches(name, forks):
-    caught, output = mutants.verdict(name, forks)
+def test_the_house_test_catches(name, forks, directory):
+    caught, output = mutants.verdict(name, forks, directory)
     assert caught, output

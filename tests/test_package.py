@@ -2,6 +2,7 @@
 
 import ast
 import fnmatch
+import functools
 import importlib
 import importlib.metadata
 import itertools
@@ -97,7 +98,12 @@ def sources():
 
 
 SOURCES = sources()
-TREES = {name: ast.parse(path.read_text()) for name, path in SOURCES.items()}
+
+
+@functools.cache
+def tree_of(name):
+    """The syntax tree of a module; read by the worker that tests it alone."""
+    return ast.parse(SOURCES[name].read_text())
 
 
 def for_types_alone(tree):
@@ -109,8 +115,8 @@ def for_types_alone(tree):
 
 def imported(name):
     """Every module of jrl that a module imports, at its head or inside a function."""
-    modules, unread = set(), for_types_alone(TREES[name])
-    for node in ast.walk(TREES[name]):
+    modules, unread = set(), for_types_alone(tree_of(name))
+    for node in ast.walk(tree_of(name)):
         if node in unread:
             continue
         if isinstance(node, ast.Import):
@@ -190,7 +196,7 @@ def test_no_module_imports_itself_in_a_circle():
 
 @pytest.mark.parametrize("name", sorted(SOURCES))
 def test_every_module_says_what_it_is(name):
-    assert ast.get_docstring(TREES[name]), f"{name} has no docstring"
+    assert ast.get_docstring(tree_of(name)), f"{name} has no docstring"
 
 
 def dotted(node):
@@ -203,7 +209,7 @@ def dotted(node):
 
 @pytest.mark.parametrize("name", sorted(SOURCES))
 def test_nothing_that_was_removed_is_used(name):
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(tree_of(name)):
         used = set()
         if isinstance(node, ast.Attribute):
             used = {dotted(node)}
@@ -216,7 +222,7 @@ def test_nothing_that_was_removed_is_used(name):
 
 @pytest.mark.parametrize("name", sorted(s for s in SOURCES if area(s) != "cli"))
 def test_no_key_or_seed_has_a_default(name):
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(tree_of(name)):
         if not isinstance(node, ast.FunctionDef | ast.Lambda):
             continue
         positional = [*node.args.posonlyargs, *node.args.args]
@@ -260,7 +266,7 @@ LAZY = sorted(name for name in SOURCES if "HOMES = {" in SOURCES[name].read_text
 
 def names_for_checkers(package):
     """name -> module of the imports that type checkers and editors read."""
-    imports = [n for n in for_types_alone(TREES[package]) if isinstance(n, ast.ImportFrom)]
+    imports = [n for n in for_types_alone(tree_of(package)) if isinstance(n, ast.ImportFrom)]
     return {a.asname: n.module for n in imports for a in n.names if a.asname == a.name}
 
 
@@ -405,8 +411,8 @@ def test_every_import_is_declared():
     }
     declared_names |= {requirement.replace("_", "-") for requirement in declared_names}
     transitive = {"etils", "absl", "ml_dtypes", "click", "rich"}  # of orbax, jax and typer
-    for name, tree in TREES.items():
-        for node in ast.walk(tree):
+    for name in SOURCES:
+        for node in ast.walk(tree_of(name)):
             modules = []
             if isinstance(node, ast.Import):
                 modules = [alias.name for alias in node.names]

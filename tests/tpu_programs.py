@@ -1,42 +1,33 @@
-"""Compilations by libtpu and the plugin for CUDA, in a process of their own.
-
-libtpu serves one at a time.
-
-    python tests/tpu_programs.py FUNCTION ARGUMENTS_AS_JSON
-
-prints what the function returns as the last line, as JSON.
-"""
+"""Compilations by libtpu and the plugin for CUDA, in a process of their own."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
-import os
 import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jrl.plan.isolate import Isolated
+
 needs_libtpu = pytest.mark.extra("plan")  # libtpu is for Linux on x86 alone
+compiler = Isolated()
+"""Of the tests of one module, since it takes six seconds to start; ``conftest.py`` closes it."""
 
 
 def ask(function: str, *args: Any) -> Any:
-    """Result of a function of this module, run in a process of its own once libtpu is free."""
-    command = [sys.executable, __file__, function, json.dumps(args)]
-    with Path(tempfile.gettempdir(), "jrl-libtpu.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    """Result of a function of this module, as JSON has it, run in the compiling process."""
+    with pytest.MonkeyPatch.context() as patch:
         # libtpu reads XLA_FLAGS too, and ends the process at a flag of another backend.
-        env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=env)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+        patch.delenv("XLA_FLAGS", raising=False)
+        return json.loads(compiler(_as_json, function, args))
+
+
+def _as_json(function: str, args: tuple[Any, ...]) -> str:
+    return json.dumps(globals()[function](*json.loads(json.dumps(args))))
 
 
 def planned(tree: dict[str, Any], topology: str, effort: float = 0.0) -> dict[str, Any]:
@@ -273,7 +264,3 @@ def kernels(tree: dict[str, Any], topology: str, programs: list[str]) -> dict[st
         kernels_of[name] = {"kernels": sorted(calls), "in_loop": loops, "devices": run.mesh.size}
         kernels_of[name] |= {"copied": largest, "loops": len(bodies)} if name == "sampler" else {}
     return kernels_of
-
-
-if __name__ == "__main__":
-    print(json.dumps(globals()[sys.argv[1]](*json.loads(sys.argv[2]))))

@@ -5,7 +5,6 @@ import json
 
 import numpy as np
 import pytest
-import scipy.stats
 from typer.testing import CliRunner
 
 from jrl.cli.app import app
@@ -31,6 +30,8 @@ TINY = (
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 10, 50])
 def test_the_interquartile_mean_is_the_trimmed_mean(size):
+    import scipy.stats
+
     scores = np.random.default_rng(size).normal(size=size)
     assert interquartile_mean(scores) == pytest.approx(scipy.stats.trim_mean(scores, 0.25))
 

@@ -115,6 +115,24 @@ def weights(config):
 def programs(config):
     """The two programs as they are traced, with the shapes of what goes in and out."""
     run = build.setup(config)
+    first, state, rollout, rewards = traced_sampler(run)
+    batch = jax.eval_shape(to_batch, rollout, rewards, np.ones(rewards.shape[-1], np.float32))
+    second = jax.make_jaxpr(compiled.make_train_step(run))(state, batch, run.sampling_params)
+    return [without_addresses(first), without_addresses(second)]
+
+
+def sampler(config):
+    """The first of the two alone, which takes half as long to trace."""
+    return [without_addresses(traced_sampler(build.setup(config))[0])]
+
+
+def without_addresses(jaxpr):
+    return re.sub(r"0x[0-9a-f]+", "", str(jaxpr))
+
+
+def traced_sampler(run):
+    """The sampler as it is traced; shapes of the state, of its rollout and of its rewards."""
+    config = run.config
     make, _ = compiled.state_layout(run)
     key = jax.eval_shape(lambda: jax.random.key(0))
     frozen = {name: jax.eval_shape(net.init, key) for name, net in run.networks.items()}
@@ -137,9 +155,7 @@ def programs(config):
             functools.partial(sample, sampling_params=run.sampling_params), return_shape=True
         )(request.replace(asks=tuple(ask.replace(tree=tree) for ask in request.asks)))
         rollout, rewards = groups.rollout, groups.rewards
-    batch = jax.eval_shape(to_batch, rollout, rewards, np.ones(rewards.shape[-1], np.float32))
-    second = jax.make_jaxpr(compiled.make_train_step(run))(state, batch, run.sampling_params)
-    return [re.sub(r"0x[0-9a-f]+", "", f"{first}\n{second}")]
+    return first, state, rollout, rewards
 
 
 def padding(config):
@@ -266,34 +282,34 @@ ON_TASK = {
     "method": (programs, "method=rloo"),
     "seed": (weights, "seed=1"),
     "model.config": (shaped, "model.config.mlp_dim=48"),
-    "model.dtype": (programs, "model.dtype=bfloat16"),
-    "model.param_dtype": (programs, "model.param_dtype=bfloat16"),
-    "model.attention": (programs, "model.attention=blockwise"),
+    "model.dtype": (sampler, "model.dtype=bfloat16"),
+    "model.param_dtype": (sampler, "model.param_dtype=bfloat16"),
+    "model.attention": (sampler, "model.attention=blockwise"),
     "model.remat": (programs, "model.remat=full"),
     "model.network": (shaped, "model.network=PLACE/own.py:bag"),
-    "tree.kind": (programs, "tree.kind=branch"),
-    "tree.at": (programs, "tree.at=gap", "tree.kind=branch"),
-    "tree.above": (programs, "tree.above=0.5", "tree.kind=branch"),
-    "tree.roots": (programs, "tree.roots=1", "tree.kind=branch"),
-    "tree.rounds": (programs, "tree.rounds=2", "tree.kind=branch"),
+    "tree.kind": (sampler, "tree.kind=branch"),
+    "tree.at": (sampler, "tree.at=gap", "tree.kind=branch"),
+    "tree.above": (sampler, "tree.above=0.5", "tree.kind=branch"),
+    "tree.roots": (sampler, "tree.roots=1", "tree.kind=branch"),
+    "tree.rounds": (sampler, "tree.rounds=2", "tree.kind=branch"),
     "tree.by": (sampled_tokens, "tree.by=uct", "tree.kind=search"),
     "tree.width": (sampled_tokens, "tree.width=2", "tree.kind=search"),
     "tree.tokens": (sampled_tokens, "tree.tokens=2", "tree.kind=search"),
     "tree.exploration": (sampled_tokens, "tree.exploration=2.0", "tree.kind=search"),
     "value.kind": (programs, "value.kind=network", "method=ppo"),
-    "lora.rank": (programs, "lora.rank=2"),
+    "lora.rank": (sampler, "lora.rank=2"),
     "lora.alpha": (programs, "lora.alpha=4.0", "lora.rank=2"),
-    "lora.targets": (programs, "lora.targets=['q']", "lora.rank=2"),
-    "lora.base": (programs, "lora.base=int8", "lora.rank=2"),
-    "data.task": (programs, "data.task=sorting", "data.difficulty="),
-    "sampling.group": (programs, "sampling.group=6"),
+    "lora.targets": (sampler, "lora.targets=['q']", "lora.rank=2"),
+    "lora.base": (sampler, "lora.base=int8", "lora.rank=2"),
+    "data.task": (sampler, "data.task=sorting", "data.difficulty="),
+    "sampling.group": (sampler, "sampling.group=6"),
     "sampling.temperature": (sampling_params, "sampling.temperature=0.5"),
     "sampling.top_k": (sampling_params, "sampling.top_k=2"),
     "sampling.top_p": (sampling_params, "sampling.top_p=0.5"),
     "sampling.min_p": (sampling_params, "sampling.min_p=0.5"),
-    "sampling.slots": (programs, "sampling.slots=4"),
-    "sampling.int8": (programs, "sampling.int8=cache"),
-    "sampling.float8": (programs, "sampling.float8=weights"),
+    "sampling.slots": (sampler, "sampling.slots=4"),
+    "sampling.int8": (sampler, "sampling.int8=cache"),
+    "sampling.float8": (sampler, "sampling.float8=weights"),
     "objective": (programs, "objective.clip_high=0.4"),
     "rewards": (shaped, "rewards.partial.weight=2.0"),
     "optimizer.name": (updates, "optimizer.name=adam"),
@@ -302,7 +318,7 @@ ON_TASK = {
     "optimizer.warmup_steps": (updates, "optimizer.warmup_steps=2"),
     "optimizer.clip_norm": (updates, "optimizer.clip_norm=0.1"),
     "train.steps": (whole_run, "train.steps=2", COLD),
-    "train.prompts": (programs, "train.prompts=8"),
+    "train.prompts": (sampler, "train.prompts=8"),
     "train.minibatches": (programs, "train.minibatches=2"),
     "train.microbatches": (programs, "train.microbatches=2"),
     "train.mode": (whole_run, "train.mode=compiled", "checkpoint.every=3", COLD),
@@ -325,7 +341,7 @@ MORE_ON_TASK = {
     **{f"mesh.{axis}": (mesh, f"mesh.{axis}=2") for axis in ("context", "expert")},
     "placement and sampling.mesh": (sampler_meshes, "placement={}", "sampling.mesh.data=2"),
     "objective.router_replay": (programs, "objective.router_replay=true", SPARSE),
-    "an option of the task": (programs, "data.difficulty=2"),
+    "an option of the task": (sampler, "data.difficulty=2"),
     "objective.entropy_coef": (programs, "objective.entropy_coef=0.1"),
     "objective.epochs": (programs, "objective.epochs=3"),
     "objective.epochs of a method without": (programs, "objective.epochs=2", "method=reinforce"),
@@ -336,7 +352,7 @@ MORE_ON_TASK = {
     "objective.router_balance": (programs, "objective.router_balance=0.1", SPARSE),
     "objective.router_z": (programs, "objective.router_z=0.1", SPARSE),
     "packed": (padding, "train.mode=packed"),
-    "both in 8 bits": (programs, "sampling.int8=['weights', 'cache']", "sampling.int8=cache"),
+    "both in 8 bits": (sampler, "sampling.int8=['weights', 'cache']", "sampling.int8=cache"),
 }
 """Further observations of keys: options, coefficients of every method, other values."""
 TEACHER = ("method=on_policy_distillation", "frozen.teacher=PLACE/model")
@@ -355,7 +371,7 @@ ON_TEXT = {
     "data.max_prompt_tokens": (prompts, "data.max_prompt_tokens=14"),
     "data.overlong": (prompts, "data.overlong=drop", "data.max_prompt_tokens=14"),
     "data.shuffle": (whole_run, "data.shuffle=false"),
-    "sampling.max_new_tokens": (programs, "sampling.max_new_tokens=5"),
+    "sampling.max_new_tokens": (sampler, "sampling.max_new_tokens=5"),
     "reward_pool.workers": (
         *(whole_run, "reward_pool.workers=1", 'rewards={"PLACE/rewards.py:process"={}}'),
     ),
