@@ -25,12 +25,12 @@ class Rules(NamedTuple):
     """Rules for the numbers of a reward function.
 
     Attributes:
-      missing: of None: "none" leaves the part out of the sample's sum, "zero" is 0 points, "drop"
-        takes the sample out of its group.
+      missing: effect of None: "none" leaves the part out of the sample's sum, "zero" is 0 points,
+        "drop" removes the sample from its group.
       low: the least number, points.
       high: the greatest.
-      where: column of the data -> the value, or the values, of the rows that the function is asked
-        about; {} for all. Of other rows it has no opinion.
+      where: column of the data -> value, or values, of the rows that the function is called for; {}
+        for all. On other rows it has no opinion.
       by_token: the weight of the part, if it may give a number for each token; else None.
     """
 
@@ -41,11 +41,11 @@ class Rules(NamedTuple):
     by_token: float | None = None
 
     def asks(self, sample: Sample) -> bool:
-        """Whether the function is asked about a sample."""
+        """Whether the function is called for a sample."""
         return self.asks_row(sample.prompt.meta)
 
     def asks_row(self, meta: Mapping[str, Any]) -> bool:
-        """Whether the function is asked about the samples of a row, by its columns."""
+        """Whether the function is called for the samples of a row with these columns."""
         return all(_fits(meta.get(name), allowed) for name, allowed in self.where.items())
 
     def check(self, points: list[Returned], samples: Sequence[Sample]) -> list[Returned] | Failure:
