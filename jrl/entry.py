@@ -108,22 +108,22 @@ def fit(
 
     Args:
       rows: prompts: dicts with "question" and "answer" (or the names in ``data.fields``) and
-        further columns for rewards; or what ``data.train`` names (files, a data set of the Hub, a
-        table of weights).
+        further columns for rewards; or a value of ``data.train`` (files, a Hub dataset, a table
+        of weights).
       reward: ``f(samples) -> list of numbers``, where a sample has ``completion``, ``tokens``,
         ``stop`` and ``prompt`` (with ``text``, ``answer`` and ``meta``, the further columns); or
         ``f(completions, **columns)``, the form of TRL; or a name that ``[rewards]`` takes, such as
-        "math"; or a dict of several, by name: functions, or weights of named ones. A function of
-        a module runs in processes of its own, with limits of time and memory (``[reward_pool]``);
-        one of a script or notebook in this process, without, unless ``reward_pool.workers`` is
-        set.
-      model: a checkpoint directory, a name of the Hugging Face Hub, the sizes of a model with
-        random weights (with ``task``), a ``jrl.Network``, or a function that makes one.
-      method: a name of ``jrl methods``, a method, or a function that makes one of the keys of
-        ``[objective]``; GRPO by default.
-      task: a procedural task instead of rows: its name, itself, or a function that makes it.
-      env: an environment to play instead, its name or a function that makes it of further keys of
-        ``[data]``: a ``jrl.episodes.Env`` on the device, or with ``rows`` a
+        "math"; or a dict of several, by name: functions, or weights of named ones. Functions
+        of a module run in worker processes, with limits of time and memory (``[reward_pool]``);
+        those of a script or notebook run in this process without limits, unless
+        ``reward_pool.workers`` is set.
+      model: a checkpoint directory, a Hugging Face Hub name, the sizes of a model with random
+        weights (with ``task``), a ``jrl.Network``, or a function that returns one.
+      method: a name of ``jrl methods``, a method, or a function of the keys of ``[objective]`` that
+        returns one; GRPO by default.
+      task: a procedural task instead of rows: its name, the task, or a function that returns it.
+      env: an environment to play instead: its name, or a function of further keys of ``[data]``
+        that returns it, a ``jrl.episodes.Env`` on the device, or with ``rows`` a
         ``jrl.episodes.HostEnv`` that plays them, or an episode itself,
         ``async def episode(policy, prompt)``.
       eval_rows: held-out prompts, as ``rows``.
@@ -131,7 +131,7 @@ def fit(
         dotted ({"train.steps": 100}).
       dir: run directory; runs/fit-TIME by default. One that holds this run resumes it.
       on_step: called with the record of each training step.
-      echo: where lines for a person go. The line of progress goes to standard output.
+      echo: called with each printed line; the progress line goes to standard output.
       **settings: more keys, with ``__`` for the dot: ``train__steps=100``.
 
     Returns:

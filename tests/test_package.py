@@ -292,7 +292,8 @@ def test_public_names_lead_to_their_modules(package):
 def test_dir_shows_public_names_alone():
     assert {"fit", "generate", "make_step", "objectives", "methods"} <= {*dir(jrl)}
     assert {"Evaluator", "searching"} <= {*dir(jrl.evaluate)}
-    for package in (jrl, jrl.train, jrl.models, jrl.methods, jrl.evaluate, jrl.rewards):
+    listed = (jrl, jrl.train, jrl.models, jrl.methods, jrl.evaluate, jrl.rewards, jrl.types)
+    for package in (*listed, jrl.config):
         imports = {"Any", "Callable", "TYPE_CHECKING", "annotations", "importlib", "lazy_names"}
         assert not imports & {*dir(package)}
 

@@ -49,10 +49,10 @@ def methods(
     """List the training methods that `method = ...` can name, one a line.
 
     Without options these are the two dozen used most, by kind; --all, --family, --complete and
-    --json choose from all. "partly" marks methods of which a run lacks something beside the
-    objective. A method's details say what, and give its paper, the parts of a step that it replaces
+    --json choose from all. "partly" marks methods that need something that `jrl train` does not
+    have yet. NAME shows a method's details: what is missing, its paper, the parts that it sets
     (seams), those that keep state, the per-token statistics it needs, its coefficients, its formula
-    and where it departs from the paper.
+    and its departures from the paper.
 
     Example: jrl methods --family preference --complete
     """

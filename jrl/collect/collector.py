@@ -56,25 +56,29 @@ class StepGroups(NamedTuple):
     prior: Mapping[str, Any] = NOTHING
 
 
-class Batches(Protocol):
-    """Hops 1 to 4 of a run: the source of the training loop's batches."""
+class Collects(Protocol):
+    """Hops 1 to 4, as the training loop calls them."""
 
     def collect(
         self, key: Array, weights: Mapping[str, Params], *, step: int, cursor: int
     ) -> tuple[Batch, Groups, int]:
         """(batch of a step on the mesh of training, the groups in it, tickets issued so far)."""
 
+
+class Batches(Collects, Protocol):
+    """Hops 1 to 4 of a run, with what checkpoints and curricula need."""
+
     def notes(self) -> dict[str, Any]:
-        """State of the batches for a checkpoint, so that the next batch is the same."""
+        """State for a checkpoint, so that the next batch is the same."""
 
     def wait(self) -> None:
-        """Returns when no device is drawing."""
+        """Returns when no device is sampling."""
 
     def forget(self, cursor: int) -> None:
-        """Drops what is drawn ahead; ``cursor`` counts the tickets of the steps that are done."""
+        """Drops batches drawn ahead; ``cursor`` counts the tickets of the steps that are done."""
 
     def learn(self, step: int, advantages: Any) -> None:
-        """Tells a curriculum what the step's advantages [N, G, T] were; None where unknown."""
+        """Updates a curriculum with the step's advantages [N, G, T]; None if they are unknown."""
 
 
 class Collector:
@@ -86,8 +90,8 @@ class Collector:
       mesh: devices of the batches.
       pack: packs completions into rows; None for none.
       sampled: whether a policy sampled the completions, so that there are ``sampler_logprobs``.
-      rounds: begins the rounds of the curriculum; None for what needs nothing but the source.
-      notes: of a checkpoint; {} for a new run.
+      rounds: runs the curriculum's ``between``; None for one that needs only the source.
+      notes: ``Collector.notes`` of a checkpoint; {} for a new run.
     """
 
     def __init__(
@@ -137,11 +141,11 @@ class Collector:
         with self._drawing():
             now, first = self._first(request, cursor)
             request = request.replace(asks=first.asks)
-            # The first draw is asked for here, and not in ``_further``, to keep stack traces short.
+            # The first draw is made here, not in ``_further``, to keep stack traces short.
             groups = self.source.draw(request)
             step_groups = self._further(groups, first, request, now)
             _, batch = self.assemble(step_groups)
-        self.collected = self._next  # what a step that failed had stored would be stored twice
+        self.collected = self._next  # not before: a failed step that is repeated would store twice
         return batch, step_groups.groups, step_groups.cursor
 
     def draw(
@@ -154,13 +158,13 @@ class Collector:
         cursor: int,
         newer: Callable[[], Any] | None = None,
     ) -> StepGroups:
-        """The groups of a training step, drawn by weights of an older version.
+        """The groups of a training step, sampled by weights of version ``version``.
 
         Returns:
-          N groups. With further rounds or edits ``counts`` of the groups gains reward (points, over
-          all members sampled to be trained on, kept or not), and with further rounds also rounds,
-          groups_kept (fraction of those sampled) and groups_missing (places left without a group to
-          train on when the rounds ran out; a dropped one stands there).
+          N groups. With further rounds or edits ``counts`` of the groups gains reward (points, the
+          mean over all members sampled for training, kept or not), and with further rounds also
+          rounds, groups_kept (fraction of those sampled) and groups_missing (places without a group
+          to train on after the last round; a dropped group fills each).
         """
         request = self.request(key, weights, step, version, newer)
         with self._drawing():
@@ -171,7 +175,7 @@ class Collector:
         return step_groups
 
     def _first(self, request: DrawRequest, cursor: int) -> tuple[Now, First]:
-        """The step, and what it samples first; a round of the curriculum may begin with it."""
+        """The step and its first draw; a round of the curriculum may begin with it."""
         key: Any = request.key
         if not self._plain:
             key = np.asarray(jax.random.key_data(key) if _typed(key) else key)
@@ -295,7 +299,7 @@ class Collector:
         return notes | self.source.notes()
 
     def wait(self) -> None:
-        """Nothing draws between two calls."""
+        """Returns at once: nothing is sampled between two calls."""
 
     def forget(self, cursor: int) -> None:
         """Nothing is drawn ahead."""
@@ -319,14 +323,14 @@ def _typed(key: Any) -> bool:
 
 
 def _by_ticket(tickets: Any, subject: Any) -> dict[int, Any]:
-    """Ticket -> what its group is about, of prompts in text."""
+    """Ticket -> the problem of its group, for prompts in text."""
     if not isinstance(subject, list) or len(subject) != len(tickets):
         return {}
     return dict(zip(np.asarray(tickets).tolist(), subject, strict=True))
 
 
 def _host_asks(asks: Asks) -> Asks:
-    """The asks with every array on the host; those of the same tickets share them still."""
+    """The asks with every array on the host; asks of the same tickets still share these arrays."""
     first, *others = jax.device_get(asks)
     same = all(ask.ticket.shape == first.ticket.shape for ask in others)
     shared = {"ticket": first.ticket, "row": first.row} if same else {}

@@ -36,3 +36,8 @@ __all__ = [
     "table_of",
     "variants",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names, without those that the module imports."""
+    return sorted(__all__)

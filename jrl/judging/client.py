@@ -33,7 +33,7 @@ from jrl.judging.cache import (
     reply_of,
     verdicts_of,
 )
-from jrl.judging.limits import Batch, Pace, Question
+from jrl.judging.limits import Pace, Question, QuestionBatch
 from jrl.system.wait_reports import waiting
 
 _LARGEST = 4 << 20
@@ -71,7 +71,7 @@ class JudgeClient:
         self._cache = VerdictCache(cache, table.model, how)
         self._secret = ""
         self._lock = threading.Lock()  # guards what follows
-        self._batch: Batch | None = None
+        self._batch: QuestionBatch | None = None
         self._begun_names: set[str] = set()
         self._beside = table.at_once  # overdue requests that are not among ``at_once``
         check_url(table.url, f"{key}.url")
@@ -123,9 +123,9 @@ class JudgeClient:
         with self._lock:
             self._begin(questions)
 
-    def _begin(self, questions: Sequence[QuestionVote]) -> tuple[Batch, list[str]]:
+    def _begin(self, questions: Sequence[QuestionVote]) -> tuple[QuestionBatch, list[str]]:
         """The batch of the questions, which are under way, and their names."""
-        batch = self._batch = self._batch or Batch(self.table.at_once, self._beside)
+        batch = self._batch = self._batch or QuestionBatch(self.table.at_once, self._beside)
         names = [self._cache.name(each) for each in questions]
         for name, each in zip(names, questions, strict=True):
             if name in self._begun_names:
@@ -139,7 +139,7 @@ class JudgeClient:
             self._start_thread(batch)
         return batch, names
 
-    def _start_thread(self, batch: Batch) -> None:
+    def _start_thread(self, batch: QuestionBatch) -> None:
         if batch.start_thread():
             # Daemons: a request that a server holds open for ever must not hold the process.
             threading.Thread(target=self._work, args=(batch,), name="judge", daemon=True).start()
@@ -170,7 +170,7 @@ class JudgeClient:
                 self._batch.stop()
             self._batch, self._begun_names = None, set()
 
-    def _work(self, batch: Batch) -> None:
+    def _work(self, batch: QuestionBatch) -> None:
         """Asks the questions of a batch until none is left or it is over."""
         while (question := batch.take()) is not None:
             self._start_thread(batch)
@@ -178,7 +178,7 @@ class JudgeClient:
             if result is not None:
                 batch.finish(question.name, *result)
 
-    def _ask(self, question: Question, batch: Batch) -> tuple[str, Reply | None] | None:
+    def _ask(self, question: Question, batch: QuestionBatch) -> tuple[str, Reply | None] | None:
         """(what is to be counted besides, the reply or None); None to ask again later."""
         name, entry, attempt = question[:3]
         crowded, retry_after = False, 0.0

@@ -1,4 +1,4 @@
-"""The judges of a run: reward parts that models give, as rows end."""
+"""The judges of a run: language models that compute reward parts, as rows end."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from jrl.types import NOTHING, Params, Prompt
 
 
 class Judge(NamedTuple):
-    """One part that a judge gives; a ``TextGiver``.
+    """The judge of one reward part; a ``TextGiver``.
 
     Attributes:
-      table: its keys.
-      form: what is asked.
-      rules: which rows it is asked about, and what no verdict means.
-      client: that asks.
+      table: keys of the part.
+      form: questions, parsing and points.
+      rules: the rows it is asked about, and the value without a verdict.
+      client: sends the questions.
     """
 
     table: JudgeTable
@@ -85,10 +85,10 @@ class Judge(NamedTuple):
         return [form.points(unit, readable) for unit, readable in pairs], counts
 
     def begin(self, sample: Sample) -> None:
-        """Begins to ask about one sample, where that alone says what to ask.
+        """Begins to ask about one sample, if the questions depend on it only.
 
-        Not where members are compared, where other points say who is asked, or where the one who
-        answers is on the run's devices.
+        They do not if members are compared or ``only`` selects by other points. A judge on the
+        run's devices is asked later.
         """
         if self.by_group or self.only or not isinstance(self.client, JudgeClient):
             return
@@ -147,7 +147,7 @@ def endpoint_judges(config: Config) -> dict[str, Judge]:
 
 
 Client = Callable[[JudgeTable, str, Path | None], Any]
-"""(keys, "rewards.NAME", directory of verdicts) -> who is asked."""
+"""(keys, "rewards.NAME", directory of verdicts) -> client of the judge."""
 
 
 def _judge(config: Config, name: str, local: Client | None = None) -> Judge:

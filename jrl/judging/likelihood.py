@@ -64,14 +64,14 @@ def likelihoods(
 
 
 class Likelihood(NamedTuple):
-    """One part that is a probability of the answer.
+    """A reward part that is the policy's probability of the answer.
 
     Attributes:
-      table: its keys.
-      rules: which samples it is asked about, and what no opinion means.
-      weight: of the part, for what is paid at tokens.
+      table: keys of the part.
+      rules: the samples it is computed for, and the value without an opinion.
+      weight: of the part, for rewards per token.
       tokenizer: the policy's.
-      longest: sequence that the policy reads, tokens.
+      longest: longest sequence that the policy reads, tokens.
       mesh: of training.
       program: ``likelihoods``, jitted: (params, tokens, starts, lengths) -> [B].
     """
@@ -87,13 +87,13 @@ class Likelihood(NamedTuple):
     def __call__(
         self, rollout: Rollout, turns: Any, prompts: Sequence[Prompt], weights: Mapping[str, Params]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Points of N groups of G members, and what is paid at their tokens.
+        """Points of N groups of G members, and the rewards at their tokens.
 
         Args:
           rollout: on the host.
-          turns: [N, G, T] int32, the turn of each token; None of completions.
+          turns: [N, G, T] int32, the turn of each token; None for completions.
           prompts: N of them.
-          weights: that drew the members, by name; without the policy's there is no opinion.
+          weights: that sampled the members, by name; no opinion without the policy's.
 
         Returns:
           ([N, G] float32, NaN for no opinion; [N, G, T] float32, the weighted points of turns.)
@@ -130,7 +130,7 @@ class Likelihood(NamedTuple):
         return points, paid
 
     def _answer(self, prompt: Prompt) -> list[int]:
-        """The tokens of a row's first reference; none where it has none that can be written."""
+        """Tokens of a row's first reference; empty if it has none that can be encoded."""
         if prompt.answer is None or not self.rules.asks_row(prompt.meta):
             return []
         try:

@@ -54,7 +54,7 @@ COUNTS = (
 since the reply held none, since there was no time left, or since the judge refused or is down."""
 
 
-class Batch:
+class QuestionBatch:
     """The questions of one call, their verdicts, their counts and the end; safe between threads.
 
     It has no end before ``limit`` says when, so that questions may be asked while others are on
@@ -272,7 +272,7 @@ class Pace:
                 self._paused_until = max(self._paused_until, time.monotonic() + seconds)
             self._serves = False
 
-    def wait(self, batch: Batch) -> bool:
+    def wait(self, batch: QuestionBatch) -> bool:
         """Waits for one's turn; False where that comes after the batch has ended."""
         while True:
             with self._lock:

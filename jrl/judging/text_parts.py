@@ -3,7 +3,8 @@
     parts = TextParts(givers, tokenizer, steps)
     points, dropped, counts, paid = parts(texts, points_so_far, step)
 
-What no opinion means, who leaves its group and which process reads what is said here alone.
+Only this module decides the effect of no opinion, which members leave their groups, and which
+process reads which samples.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ class TextGiver(Protocol):
 
     @property
     def rules(self) -> Rules:
-        """Rules of the part: the samples it judges, and its value without an opinion."""
+        """Rules of the part: the samples it reads, and its value without an opinion."""
 
     @property
     def only(self) -> str:
-        """A part: only samples with points above 0 there are read; "" for all."""
+        """Name of a part: only samples with points above 0 there are read; "" for all."""
 
     @property
     def by_group(self) -> bool:
-        """Whether it reads the members of a group together; else one sample at a time."""
+        """Whether it reads the members of a group together, not one sample at a time."""
 
     @property
     def remote(self) -> bool:
-        """Whether it waits for a server, while which others may read."""
+        """Whether it waits for a server, so that others may read at the same time."""
 
     def with_weights(self, weights: Mapping[str, Params]) -> Self | None:
-        """It with the weights that drew the members, by name; None where it cannot read then."""
+        """Itself with the weights that sampled the members, by name; None if it cannot read."""
 
     def points(
         self, units: Sequence[Sequence[Sample]]
@@ -53,10 +54,10 @@ class TextGiver(Protocol):
         """Points of the samples of each unit, None for no opinion, and counts."""
 
     def begin(self, sample: Sample) -> None:
-        """A sample is there, others will be; what is ready to be asked about it may be asked."""
+        """May begin to read a sample of a step before the others have ended."""
 
     def stop(self) -> None:
-        """Drops what was begun; ends ``points`` in another thread."""
+        """Drops calls that began; makes a running ``points`` in another thread return."""
 
 
 class GivenScores(NamedTuple):
@@ -141,16 +142,16 @@ class TextParts(NamedTuple):
         return any(giver.rules.by_token is not None for giver in self.givers.values())
 
     def ended(self, sample: Sample) -> Sample:
-        """The sample as givers are to see it: where points are by token, with its tokens' ends."""
+        """The sample as givers read it, with ``ends`` if points are by token."""
         return with_ends(sample, self.tokenizer) if self.by_token else sample
 
     def begin(self, sample: Sample) -> None:
-        """Begins to read a sample before all are there; a call then has what is known."""
+        """Begins to read a sample before the others have ended; a later call uses the results."""
         for giver in self.givers.values():
             giver.begin(sample)
 
     def stop(self) -> None:
-        """Drops what was begun and not called for; ends a call in another thread."""
+        """Drops results that were not collected; ends a running call in another thread."""
         for giver in self.givers.values():
             giver.stop()
 

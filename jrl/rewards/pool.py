@@ -43,15 +43,15 @@ class _Call(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Returned of B samples under R functions.
+    """Rewards of B samples by R functions.
 
     Attributes:
       points: [B, R] float32; NaN where a function has no opinion.
-      dropped: [B] bool, samples to be taken out of their groups.
+      dropped: [B] bool, samples to remove from their groups.
       counts: of calls by name, "reward_calls", "reward_timeouts", "reward_errors" and
         "reward_missing", numbers that were None.
-      paid: of each sample [n] float32, the weighted points of its tokens, by the functions that
-        give them by token; () where none may.
+      paid: for each sample [n] float32, weighted points of its tokens, from functions that return
+        them by token; () without such functions.
     """
 
     points: np.ndarray
@@ -120,7 +120,7 @@ class RewardPool:
     def scores(
         self, samples: Sequence[Sample], *, group: int | None = None, begun: Begun | None = None
     ) -> Scores:
-        """Rewards of every sample under every function that is asked about it.
+        """Rewards of every sample by every function that is called for it.
 
         Args:
           samples: B of them, those of one prompt adjacent.
@@ -179,7 +179,7 @@ class RewardPool:
         return Scores(points, dropped, counts, paid)
 
     def _calls(self, samples: Sequence[Sample], groups: list[list[int]]) -> list[_Call]:
-        """A call for each unit of each function, without samples that it is not asked about."""
+        """A call for each unit of each function, without samples that ``where`` leaves out."""
         calls = []
         for column, (name, function) in enumerate(self.functions.items()):
             over, asks = _over(function), self._rules[name].asks
@@ -289,10 +289,9 @@ class RewardPool:
 
 
 class Begun:
-    """Calls about single samples, made while others are on their way; see ``RewardPool.begin``.
+    """Calls for single samples that begin while others are still sampled; see ``RewardPool.begin``.
 
-    Without worker processes nothing begins: the functions then run in the caller's thread, which is
-    the one that decodes.
+    Without worker processes none begins: functions then run in the caller's thread, which decodes.
 
     Attributes:
       calls: that began.
@@ -300,12 +299,12 @@ class Begun:
 
     def __init__(self, pool: RewardPool) -> None:
         self._pool, self.calls = pool, 0
-        # By content and not by place: a call never serves another sample than it was made for,
-        # whatever became of the rows since. Equal samples have a call each.
+        # Keyed by content, not by place, so that a result never goes to another sample, even if
+        # rows have moved. Equal samples have a call each.
         self._jobs = collections.defaultdict[bytes, list[Job]](list)
 
     def submit(self, sample: Sample) -> None:
-        """Begins the calls of all functions of single samples that are asked about this one."""
+        """Begins the calls of all single-sample functions for this sample."""
         if (workers := self._pool._workers) is None:
             return
         for name, function in self._pool.functions.items():
@@ -318,7 +317,7 @@ class Begun:
                 self.calls += 1
 
     def take(self, message: bytes) -> Job | None:
-        """The call of a message, if it began; each is given once."""
+        """The call of a message, if it began; each is returned once."""
         return self._jobs[message].pop() if self._jobs.get(message) else None
 
     def __enter__(self) -> Begun:

@@ -31,12 +31,12 @@ class Rules(NamedTuple):
     """Rules for the numbers of a reward function.
 
     Attributes:
-      missing: of None: "none" leaves the part out of the sample's sum, "zero" is 0 points, "drop"
-        takes the sample out of its group.
+      missing: effect of None: "none" leaves the part out of the sample's sum, "zero" is 0 points,
+        "drop" removes the sample from its group.
       low: the least number, points.
       high: the greatest.
-      where: column of the data -> the value, or the values, of the rows that the function is asked
-        about; {} for all. Of other rows it has no opinion.
+      where: column of the data -> value, or values, of the rows that the function is called for; {}
+        for all. On other rows it has no opinion.
       by_token: the weight of the part, if it may give a number for each token; else None.
       with_prompt: whether the function's completion begins with the text of the prompt.
     """
@@ -49,11 +49,11 @@ class Rules(NamedTuple):
     with_prompt: bool = False
 
     def asks(self, sample: Sample) -> bool:
-        """Whether the function is asked about a sample."""
+        """Whether the function is called for a sample."""
         return self.asks_row(sample.prompt.meta)
 
     def asks_row(self, meta: Mapping[str, Any]) -> bool:
-        """Whether the function is asked about the samples of a row, by its columns."""
+        """Whether the function is called for the samples of a row with these columns."""
         return all(_fits(meta.get(name), allowed) for name, allowed in self.where.items())
 
     def shown(self, sample: Sample) -> Sample:

@@ -62,7 +62,7 @@ def run_source(run: Run, pool: RewardPool | None, split: str = "train") -> Sourc
 
     Args:
       run: from ``build.setup``.
-      pool: the reward functions on the host; None where nothing on the host judges.
+      pool: the reward functions on the host; None for none.
       split: "train" or "eval".
     """
     if split == "eval":
@@ -100,14 +100,14 @@ def _is_number(value: Any) -> bool:
 def training_batches(
     run: Run, pool: RewardPool | None, cursor: int, notes: Mapping[str, Any], stopping: Stopping
 ) -> Iterator[Batches]:
-    """The batches of a run: collected when asked for, or drawn ahead on devices of their own.
+    """The batches of a run: collected on demand, or ahead of training on separate devices.
 
     Args:
       run: from ``build.setup``.
       pool: the reward functions of a run on text.
       cursor: tickets issued so far.
       notes: of the source and the packing that an earlier call of the run had; {} for a new run.
-      stopping: when set, a rollout that is ahead has as long to end as any other.
+      stopping: when set, a rollout ahead of training has as long to end as any other.
     """
     packer = programs.packer(run)
     if packer is not None and "packing" in notes:
@@ -227,7 +227,7 @@ def own_source(run: Run, pool: RewardPool | None) -> Source:
 
 
 MakeSource = Callable[[Run, RewardPool | None], Source]
-"""(run, reward functions on the host) -> what draws its groups."""
+"""(run, reward functions on the host) -> the source of its groups."""
 
 
 def held_out_task(run: Run, pool: RewardPool | None) -> Source:
@@ -329,14 +329,14 @@ def _of_text(run: Run, hinted: Hinter | None) -> Callable[[Any], Any]:
 
 
 class Sources(NamedTuple):
-    """What stands on programs of a kind of data.
+    """Functions of a kind of data that need a run's programs.
 
     Attributes:
-      train: source of groups to train on.
-      held_out: of held-out groups; of a run from ``programs.as_evaluated``.
-      undrawn: (run, reward functions, split) -> the problems of a split, unsampled.
-      tools: (run) -> what is offered to plans, by the root key; None for nothing.
-      check: raises UserError where a run cannot be trained on these data.
+      train: makes the source of groups to train on.
+      held_out: makes the source of held-out groups, for a run from ``programs.as_evaluated``.
+      undrawn: (run, reward functions, split) -> source of a split's problems that samples nothing.
+      tools: (run) -> (root key) -> the data's tools for plans; None for none.
+      check: raises UserError if a run cannot be trained on these data.
       labels: (run) -> groups of each problem, and the labels of a batch.
     """
 
@@ -369,11 +369,11 @@ SOURCES: Mapping[type[Kind], Sources] = {
     PairKind: Sources(pair_source),
     TaskPairKind: Sources(pair_source, held_out_task, _undrawn_task),
 }
-"""Kind of data -> what stands on programs of it."""
+"""Kind of data -> its sources and tools."""
 
 
 def sources_of(run: Run) -> Sources:
-    """What stands on programs of a run's data; the kind is asked here alone."""
+    """The sources and tools of a run's data; the kind is looked up only here."""
     return SOURCES[type(run.kind)]
 
 

@@ -4,32 +4,24 @@ for i in range(steps):
     batch = collect(...)                                # hops 1 to 4
     state, metrics = step(state, batch, distribution)   # hop 5
 
-``jrl.run`` is what begins, records and ends it.
+``jrl.run`` starts it, records its steps and ends it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
+from jrl.collect.collector import Collects
 from jrl.collect.sources import Groups
 from jrl.train.step import Step
 from jrl.train.step_metrics import Metrics
-from jrl.types import Array, Batch, Params, TrainState
-
-
-class Collects(Protocol):
-    """Hops 1 to 4, such as a ``Collector``."""
-
-    def collect(
-        self, key: Array, weights: Mapping[str, Params], *, step: int, cursor: int
-    ) -> tuple[Batch, Groups, int]:
-        """(batch of a step, the groups in it, tickets issued so far)."""
+from jrl.types import Params, TrainState
 
 
 def policy_weights(state: TrainState) -> dict[str, Params]:
-    """The weights by name that a source draws with: the policy alone."""
+    """The weights that a source samples with, by name: the policy only."""
     return {"policy": state.params["policy"]}
 
 
@@ -48,14 +40,14 @@ def train_steps(
 
     Args:
       state: where to start; donated.
-      batches: hops 1 to 4.
+      batches: hops 1 to 4, such as a ``Collector``.
       step: hop 5, compiled.
-      sampling_params: the distribution drawn from.
+      sampling_params: of the sampling distribution.
       steps: training steps at the end, those before this call included.
-      cursor: prompts used before this call.
-      weights: what is sampled from, trees by name.
+      cursor: tickets issued before this call.
+      weights: (state) -> the trees to sample with, by name.
       on_step: called after each step with (steps done, state, metrics, groups, cursor). To the
-        metrics of the step come "rollout_seconds", what hops 1 to 4 took.
+        step's metrics "rollout_seconds" are added, the time of hops 1 to 4.
 
     Returns:
       The state after the last step.

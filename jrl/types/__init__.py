@@ -17,6 +17,8 @@ about row order. Only aggregates see ``[B, T]``. Names in lower case in ``models
 
 from __future__ import annotations
 
+from types import ModuleType
+
 from jrl.types.network import Cache as Cache
 from jrl.types.network import Derived as Derived
 from jrl.types.network import Head as Head
@@ -51,3 +53,10 @@ from jrl.types.records import StopReason as StopReason
 from jrl.types.records import TrainState as TrainState
 from jrl.types.records import opinions as opinions
 from jrl.types.records import stream as stream
+
+
+def __dir__() -> list[str]:
+    """The public names, without modules."""
+    hidden = {"ModuleType", "annotations"}
+    public = {n for n, x in globals().items() if n[0] != "_" and not isinstance(x, ModuleType)}
+    return sorted(public - hidden)

@@ -84,14 +84,14 @@ class Prompt:
 
     Attributes:
       id: stable identity of the problem in its source.
-      text: the prompt as the tokenizer saw it, chat template included.
+      text: the prompt as it was encoded, chat template included.
       tokens: [p] int32, the prompt's token ids; p differs from prompt to prompt.
-      answer: what a reward function needs to judge a completion.
-      meta: further fields of the source, passed to reward functions untouched.
-      solution: [s] int32, the token ids of a completion that the data gives, its end-of-text token
-        included; None where none was asked for.
-      messages: the prompt as chat messages, where the data gives it so; else ().
-      question: the row's question, where that is a text; else "".
+      answer: the reference answer, for reward functions.
+      meta: further fields of the source, passed to reward functions unchanged.
+      solution: [s] int32, the token ids of the row's solution, with its end token; None if it is
+        not read.
+      messages: the prompt as chat messages, if the data has it so; else ().
+      question: the row's question if it is a text; else "".
     """
 
     id: int
@@ -131,14 +131,14 @@ class Rollout(struct.PyTreeNode):
       prompt_lengths: [N] int32, tokens; at least 1.
       tokens: [N, G, T] int32, completion tokens from column 0; past ``lengths`` any value.
       lengths: [N, G] int32, completion tokens present, the stop token included.
-      mask: [N, G, T] bool, True where the policy drew the token or a demonstration gave it (False
-        for tool output, padding).
-      sampler_logprobs: [N, G, T] float32, nats, under the distribution actually drawn from; 0
-        outside mask.
-      versions: [N, G, T] int32, steps: the policy version that drew each token; -1 where no policy
-        drew it: outside mask, and in demonstrations.
+      mask: [N, G, T] bool, True for tokens that the policy sampled or that a demonstration contains
+        (False for tool output and padding).
+      sampler_logprobs: [N, G, T] float32, nats, under the distribution sampled from; 0 outside
+        mask.
+      versions: [N, G, T] int32, steps: the policy version that sampled each token; -1 for tokens
+        that no policy sampled: outside mask, and in demonstrations.
       stop: [N, G] int32, a ``StopReason``.
-      baseline: [N, G] bool, True for a member drawn greedily as a baseline, never trained on.
+      baseline: [N, G] bool, True for a member sampled greedily as a baseline, never trained on.
       routing: the experts that each token was sent to; None if they were not recorded.
     """
 
@@ -191,11 +191,11 @@ class Packing(struct.PyTreeNode):
 
 
 SILENT = "silent"
-"""The label [N, G] int32 of members whose bit r is set where reward part r has no opinion of it."""
+"""Label [N, G] int32: bit r of a member is set if reward part r has no opinion of it."""
 
 
 def opinions(rewards: Any, ids: Mapping[str, Any]) -> Any:
-    """[N, G, R] bool: whether each part has an opinion of each member; where not, it pays 0.
+    """[N, G, R] bool: whether each part has an opinion of each member; its reward is 0 if not.
 
     Args:
       rewards: [N, G, R] float32, NumPy or JAX.
@@ -233,11 +233,11 @@ class Batch(struct.PyTreeNode):
         "state", "stratum", "node"). Tokens of one "context" see the prompt and each other alone; it
         rises along a row. A transform that finds no such label treats a completion as one
         turn, one step, one stratum.
-      notes: what a transform has to report: metrics by name, each (sum [], count []) float32.
-        ``compute_advantages`` moves them to its metrics, so that the batch it returns has none.
-      prior: [N] float32 by name, what a curriculum knew of each problem before the step.
-      packing: how completions go through the network; None for a row each.
-      routing: as in ``Rollout``, for a training step that replays it.
+      notes: metrics of transforms by name, each (sum [], count []) float32. ``compute_advantages``
+        moves them to its metrics, so that the batch it returns has none.
+      prior: [N] float32 by name, a curriculum's estimates of each problem before the step.
+      packing: rows that completions are packed into; None for a row each.
+      routing: as in ``Rollout``, for a training step that replays the sampler's experts.
     """
 
     prompt_tokens: Array
@@ -290,8 +290,8 @@ class TrainState(struct.PyTreeNode):
       params: {"policy": tree, and "value": tree when the objective needs values}. Of a network
         with a ``split`` the policy's tree is its trained part.
       opt_state: the optax state of ``params``.
-      frozen: policies that are read and not trained, by name: "ref" the reference, "teacher";
-        only those that the objective needs. Of a network with a ``split`` also "base", which is
+      frozen: policies that are read but not trained, by name: "ref" the reference, "teacher"; only
+        those that the objective needs. Of a network with a ``split`` also "base", which is
         the reference as well unless another one is given.
       method: the state of the objective (trackers, controllers), not a ``Method``; () when it keeps
         none.

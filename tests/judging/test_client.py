@@ -14,7 +14,7 @@ from jrl.judging import client as judge_client
 from jrl.judging import limits as judge_limits
 from jrl.judging.cache import QuestionVote
 from jrl.judging.client import JudgeClient
-from jrl.judging.limits import COUNTS, Batch
+from jrl.judging.limits import COUNTS, QuestionBatch
 from jrl.rewards.replies import read_score
 from jrl.rewards.verdicts import Question
 
@@ -403,7 +403,7 @@ def test_a_request_that_is_overdue_holds_up_no_other(monkeypatch, refuses):
 
 
 def test_overdue_requests_are_held_to_a_number():
-    batch = Batch(2, 3)
+    batch = QuestionBatch(2, 3)
     now = time.monotonic()
     batch._seconds.extend([0.0] * 8)
     for count, sent_at, wait in (
@@ -425,14 +425,14 @@ def test_overdue_requests_are_held_to_a_number():
 
 def test_repetitions_wait_longer_only_while_nobody_else_is_answered(monkeypatch):
     monkeypatch.setattr(judge_client.random, "uniform", lambda low, high: 1.0)
-    waits, put = [], Batch.put
+    waits, put = [], QuestionBatch.put
 
     def put_and_note(batch, question, after=0.0):
         if after:
             waits.append(after)
         put(batch, question, after)
 
-    monkeypatch.setattr(Batch, "put", put_and_note)
+    monkeypatch.setattr(QuestionBatch, "put", put_and_note)
 
     def answer(body, number):
         return (500, {}, "") if body["messages"][-1]["content"] == "bad" else "Score: 5"
@@ -442,7 +442,9 @@ def test_repetitions_wait_longer_only_while_nobody_else_is_answered(monkeypatch)
         mine.verdicts(questions("bad"))
         assert waits == [0.001, 0.002, 0.004, 0.008]
         waits.clear()
-        monkeypatch.setattr(Batch, "put", lambda *args: (mine._pace.served(), put_and_note(*args)))
+        monkeypatch.setattr(
+            QuestionBatch, "put", lambda *args: (mine._pace.served(), put_and_note(*args))
+        )
         mine.verdicts(questions("bad", vote=1))
         assert waits == [0.001] * 4
 
