@@ -12,7 +12,6 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
