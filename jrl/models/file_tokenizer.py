@@ -236,8 +236,8 @@ class FileTokenizer:
         texts |= {i: token.content for i, token in extra_tokens.items()}
         # Single characters and white space are added for their own sake and control nothing.
         texts = {i: text for i, text in texts.items() if len(text.strip()) > 1}
-        if unknown := self._unknown():  # what a vocabulary has no token for can be nothing else
-            texts.pop(self._backend.token_to_id(unknown), None)
+        unknown = self._unknown()  # what a vocabulary has no token for can be nothing else
+        texts = {i: text for i, text in texts.items() if text != unknown}
 
         def spelled(text: str) -> list[int]:
             parts = [self._encoded(self._plain, c).ids for c in text]

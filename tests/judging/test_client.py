@@ -378,8 +378,10 @@ def test_a_request_that_is_overdue_holds_up_no_other(monkeypatch, refuses):
     """The server answers it after a later one alone; if it can serve no two, it says so."""
     monkeypatch.setattr(judge_limits, "_OVERDUE_SECONDS", 0.01)
     later, refusals = threading.Event(), [(429, {}, "")] * refuses
-    narrowed, narrow = [], Batch.narrow
-    monkeypatch.setattr(Batch, "narrow", lambda batch: narrowed.append(batch) or narrow(batch))
+    narrowed, narrow = [], QuestionBatch.narrow
+    monkeypatch.setattr(
+        QuestionBatch, "narrow", lambda batch: narrowed.append(batch) or narrow(batch)
+    )
 
     def answer(body, number):
         text = body["messages"][-1]["content"]
