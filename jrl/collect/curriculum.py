@@ -1,6 +1,6 @@
 """Tools of a run for the host part of a curriculum, ``Curriculum.between``.
 
-    rounds = HostRounds(problems, source, host_tools(run, source))
+    rounds = HostRounds(problems, source, text_rounds(run, source))
     collected = rounds.begun(collected, request, setting)   # before a step's first draw
 
 As a round begins the curriculum may test problems, have some written and ask the value network; its
@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 
 from jrl.collect.groups import Origin, PlacedGroups, place
-from jrl.collect.host_episodes import HostEpisodes
 from jrl.collect.members import numbers, uses
 from jrl.collect.plan import CollectState, Setting
 from jrl.collect.run_rows import prompt_seeds
@@ -141,6 +140,7 @@ class Tools:
 
     def write(self, rows: np.ndarray, count: int) -> list[Written]:
         """As ``RoundTools.write``, without unusable problems and those that the run already has."""
+        self._check_named("write")
         assert self._problems is not None
         assert self._host.write is not None, "a row of the table of features makes sure of it"
         self._progress = f"{len(self.added)} problems written so far"
@@ -164,6 +164,7 @@ class Tools:
 
     def estimate(self, problems: list[Written]) -> np.ndarray:
         """As ``RoundTools.estimate``."""
+        self._check_named("estimate")
         assert self._host.estimate is not None, "a row of the table of features makes sure of it"
         prompts = [problem.prompt for problem in problems]
         if not prompts:
@@ -172,9 +173,19 @@ class Tools:
 
     def add(self, problems: list[Written]) -> None:
         """As ``RoundTools.add``."""
+        self._check_named("write")
         assert self._problems is not None
         self.added = (*self.added, *(problem.row for problem in problems))
         self._problems.set_added(self.added)
+
+    def _check_named(self, name: str) -> None:
+        """Raises UserError where the curriculum does not say that it uses a tool."""
+        curriculum = self._setting.method.curriculum
+        if curriculum is not None and name not in curriculum.uses:
+            raise UserError(
+                f"curriculum.between uses tools of {name!r}, which are made for those that name"
+                f' them; add "{name}" to Between.uses'
+            )
 
     def _next_seeds(self, count: int) -> list[int]:
         """``count`` numbers below 2**64, different at each call of a round."""
@@ -231,22 +242,32 @@ def with_problems(run: Run) -> tuple[Run, Problems | None]:
     return run._replace(data=data), problems
 
 
-def host_tools(run: Run, source: Source) -> HostTools:
+Openings = Callable[[Sequence[Prompt], Sequence[int]], list[np.ndarray | None]]
+"""(prompts, seeds) -> what the policy sees first of each, token ids; None if no episode opens."""
+
+
+def text_rounds(run: Run, source: Source) -> HostTools:
+    """Calls of a run's value network between rounds."""
+    return _host_tools(run, None, _as_they_are)
+
+
+def episode_rounds(run: Run, source: Source) -> HostTools:
     """Calls of a run's environment and value network between rounds.
 
     Args:
       run: whose curriculum is asked what it uses.
-      source: of the run.
+      source: of the run, around its ``HostEpisodes``.
     """
+    episodes: Any = innermost(source)
+    return _host_tools(run, episodes.written, episodes.openings)
+
+
+def _host_tools(run: Run, write: Any, opened: Openings) -> HostTools:
     curriculum = run.method.curriculum
     uses = frozenset() if curriculum is None else curriculum.uses
-    plain = innermost(source)
-    episodes = plain if isinstance(plain, HostEpisodes) else None
-    write = None if episodes is None else episodes.written
     if "estimate" not in uses:
         return HostTools(write)
     estimate = value_estimate(run, lambda number: number)
-    opened = _as_they_are if episodes is None else episodes.openings
 
     def numbers_of(
         params: Mapping[str, Any], prompts: Sequence[Prompt], seeds: Sequence[int]

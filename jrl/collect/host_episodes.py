@@ -31,7 +31,7 @@ from jrl.episodes.play import Device, keep_weights
 from jrl.episodes.search import EpisodeScorer, Searcher, play_search
 from jrl.episodes.transcript import RowShape, Transcript, conversation, rows_of_players, to_rollout
 from jrl.episodes.tree import SearchPlan
-from jrl.episodes.world import HostWorld, gather, host_world
+from jrl.episodes.world import HostWorld, close_env, gather, host_world
 from jrl.errors import UserError
 from jrl.judging.host import answer_number
 from jrl.models.tokenizer import Tokenizer
@@ -411,13 +411,6 @@ def _check_fork(env: HostEnv, named: str) -> None:
     """Raises UserError where no episode can be copied for what ``named`` asks for."""
     fork = {name: text for name, text in host_features(env).items() if name == "fork"}
     check_features({"host tree": named} | fork)
-
-
-def close_env(calls: Calls, env: HostEnv) -> None:
-    """Ends what the environment shares between episodes, and the calls."""
-    with contextlib.suppress(Exception):  # a run that has ended well must not fail here
-        calls.run(env.lifecycle.shutdown, env.limits.call_seconds)
-    calls.close()
 
 
 def _report(groups: Sequence[Sequence[Transcript]]) -> str:

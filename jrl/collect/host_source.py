@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from jrl.collect.host_episodes import HostEpisodes, check_group, check_parts, close_env
+import numpy as np
+
+from jrl.collect.host_episodes import HostEpisodes, check_group, check_parts
 from jrl.collect.run_rows import run_rows
 from jrl.collect.tree_search import run_estimate
 from jrl.config.secrets import reveal
@@ -15,49 +18,79 @@ from jrl.episodes.branching import EpisodeBranches
 from jrl.episodes.calls import Calls
 from jrl.episodes.chat import Format
 from jrl.episodes.configured import configured_env
+from jrl.episodes.env_calls import try_turn
 from jrl.episodes.follow import summary_room
 from jrl.episodes.host import HostEnv, format_of, nothing_shared
+from jrl.episodes.world import close_env, gather
 from jrl.errors import UserError
 from jrl.sampling.places import entropy
 from jrl.sampling.slots import Measure
 from jrl.setup.features import check_division, check_features, host_features
-from jrl.setup.kinds import Labels
+from jrl.setup.kind import Labels
 from jrl.setup.reward_parts import SUCCESS, RunRewards, reward_tables
 from jrl.setup.run import Run, run_features
 from jrl.types import Prompt
+from jrl.user_code import made_by
 
 
 def check_host(run: Run) -> None:
     """Raises UserError for an environment, a template or a method that episodes cannot use."""
-    with _looked_at(run) as env:
-        paid_parts(run, env)
-        check_group(env, run.config.sampling.group)
-        check_features(host_features(env, run_features(run)))
-        check_division(env.players, run.network)
-        chat = format_of(env, run.tokenizer)
-        _check_contexts(run, env, chat)
-        for note in chat.notes:
-            logging.getLogger("jrl").warning("data.env: %s", note)
+    env = described(run)
+    paid_parts(run, env)
+    check_group(env, run.config.sampling.group)
+    check_features(host_features(env, run_features(run)))
+    check_division(env.players, run.network)
+    chat = format_of(env, run.tokenizer)
+    _check_contexts(run, env, chat)
+    for note in chat.notes:
+        logging.getLogger("jrl").warning("data.env: %s", note)
 
 
 def host_labels(run: Run) -> tuple[int, Labels]:
     """Groups of each problem, and what a batch of episodes is labelled with."""
-    with _looked_at(run) as env:
-        labels, asks = run.kind.labels(run.method), env.extras.asks
-        ids = {**labels.ids, **dict.fromkeys(env.extras.labels, 2)}
-        ids |= dict.fromkeys(env.extras.token_labels, 3) | ({"ask": 1} if asks > 1 else {})
-        return env.players * asks, labels._replace(ids=ids)
+    env, labels = described(run), run.kind.labels(run.method)
+    asks = env.extras.asks
+    ids = {**labels.ids, **dict.fromkeys(env.extras.labels, 2)}
+    ids |= dict.fromkeys(env.extras.token_labels, 3) | ({"ask": 1} if asks > 1 else {})
+    return env.players * asks, labels._replace(ids=ids)
 
 
-@contextlib.contextmanager
-def _looked_at(run: Run) -> Iterator[HostEnv]:
-    """A run's environment, which plays no episode."""
+def described(run: Run) -> HostEnv:
+    """A run's environment as it describes itself; no episode is played with it."""
+    kind: Any = run.kind
+    env: HostEnv = kind.env
+    return env
+
+
+def try_env(run: Run) -> None:
+    """Plays one turn, which nobody samples, with an environment of one's own.
+
+    It opens with the first problem, and is told the problem's answer. An exception of its own may
+    be what this turn deserves, so it is a warning.
+
+    Raises:
+      UserError: ``init`` or ``step`` returns what no environment returns.
+    """
+    data: Any = run.config.data
+    if ":" not in data.env:
+        return  # the library's own
+    prompt, key = run.data.prompts["train"][0], f"data.env = {data.env!r}"
+    tokens = run.tokenizer.encode(str(prompt.answer) or "1")
     env = _env(run)
-    try:
-        yield env
-    finally:
+    if env.extras.asks > 1:
+        prompt = dataclasses.replace(prompt, meta={**prompt.meta, "ask": 0})
+    turn = env, format_of(env, run.tokenizer), run.tokenizer, prompt, run.width
+    with contextlib.closing(Calls()) as calls, contextlib.ExitStack() as stack:
         if env.lifecycle.shutdown is not nothing_shared:
-            close_env(Calls(), env)
+            stack.callback(close_env, calls, env)
+        made_by(env.lifecycle.begin, key, 0, "train")
+        # For all three calls of the episode.
+        seconds = 3 * env.limits.call_seconds
+        (answer,) = gather(calls, [(try_turn, (*turn, np.array(tokens, np.int32)))], seconds)
+    if answer.error:
+        logging.getLogger("jrl").warning("%s: a first turn failed: %s", key, answer.error)
+    if answer.value:
+        raise UserError(f"{key}: {answer.value}")
 
 
 def paid_parts(run: Run, env: HostEnv) -> tuple[str, ...]:

@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 
 from jrl.collect.resharding import drawn_from_prepared, network_on, weights_program
 from jrl.mesh import replicated
-from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.rows import Rows
 from jrl.sampling.slots import Measure
 from jrl.setup.placement import sampler_mesh
@@ -130,13 +129,8 @@ def step_ends(run: Run, *, whole: bool = False) -> tuple[int, ...]:
       whole: whether a step is a whole completion.
     """
     ends = completion_ends(run)
-    lines = line_ends(run.tokenizer, run.network.vocab_size) if run.kind.lines else ()
+    lines = run.kind.step_tokens(run.tokenizer, run.network.vocab_size)
     return ends if whole else (*ends, *(i for i in lines if i not in ends))
-
-
-def line_ends(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
-    """The ids whose text ends a line."""
-    return tuple(i for i in range(vocab_size) if "\n" in tokenizer.decode([i]))
 
 
 # ---------------------------------------------------------------- seeds

@@ -6,9 +6,8 @@ Nothing is sampled, and no reward is computed.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -57,10 +56,10 @@ class JudgedSource(FromPrompts):
     sizes: BatchSizes
     seed: int | None
 
-    @functools.cached_property
-    def all_prompts(self) -> list[Prompt]:  # type: ignore[override]
+    @property
+    def all_prompts(self) -> Sequence[Prompt]:  # type: ignore[override]
         """Those of the completions."""
-        return [_prompt_of(one) for one in self.judged]
+        return Prompts(self.judged)
 
     def draw(self, request: DrawRequest) -> Groups:
         """As ``Source.draw``; only the rows are read, since nothing is drawn."""
@@ -75,6 +74,27 @@ class JudgedSource(FromPrompts):
           UserError: always.
         """
         raise UserError("data.pairs holds the scores of its own completions alone")
+
+
+class Prompts(Sequence[Prompt]):
+    """The prompts of judged completions, each made where it is read."""
+
+    def __init__(self, judged: Sequence[Judged]) -> None:
+        self._judged = judged
+
+    def __len__(self) -> int:
+        """Their number."""
+        return len(self._judged)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
+    def __getitem__(self, index: Any) -> Any:
+        """One of them, or some."""
+        if isinstance(index, slice):
+            return Prompts(self._judged[index])
+        return _prompt_of(self._judged[index])
 
 
 def _prompt_of(one: Judged) -> Prompt:

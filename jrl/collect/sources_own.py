@@ -4,19 +4,27 @@
         return Sums(sampler, tokenizer, largest)      # has the methods of ``sources.Source``
 
 ``sampler(request, prompts)`` draws a group of completions for each prompt, as the request asks.
+
+Before anything compiles a run draws once from such a source, by a sampler of one token
+(``tried_source``), so that what does not fit is an error of one line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
+from jrl.collect.members import demonstration_rollout, flagged, widths
 from jrl.collect.sources import (
     Around,
     Groups,
     Source,
     check_groups,
     check_source,
+    simple_request,
 )
 from jrl.collect.sources_text import TextSampler
 from jrl.config.secrets import reveal
@@ -111,3 +119,74 @@ def make_own_source(run: Run, sampler: Any) -> CheckedSource:
     check_options(make, arguments, "data")
     source = check_source(made_by(make, key, **arguments))
     return CheckedSource(source, len(run.rewards.given_by("data")))
+
+
+# ---------------------------------------------------------------- tried before anything compiles
+
+
+class Unsampled(NamedTuple):
+    """A run's sampler before it compiles: completions of one token that no policy sampled.
+
+    Attributes:
+      width: P, tokens.
+      limit: T, tokens.
+    """
+
+    width: int
+    limit: int
+
+    def __call__(self, request: DrawRequest, prompts: Sequence[Prompt]) -> Rollout:
+        """As ``Sampler``."""
+        tokens = padded(request, prompts, self.width)
+        return flagged(unsampled(tokens, widths(request.asks), self.limit), request.asks)
+
+
+def unsampled(prompts: Tokens, members: int, limit: int) -> Rollout:
+    """Completions [N, ``members``, ``limit``] of one token each, whose id is 0."""
+    n = len(prompts.lengths)
+    tokens, ones = np.zeros((n, limit), np.int32), np.ones(n, np.int32)
+    return demonstration_rollout(
+        prompts.ids, prompts.lengths, tokens, ones, np.ones(n, bool), members
+    )
+
+
+def tried(key: str, function: Callable[..., Any], *args: Any) -> Any:
+    """The result; what fails is a UserError that names the key, and the line where it can."""
+    try:
+        return function(*args)
+    except UserError as error:
+        text = str(error)
+        raise UserError(text if text.startswith(key) else f"{key}: {text}") from None
+
+
+def tried_source(run: Run) -> CheckedSource:
+    """A run's source of one's own, by a sampler of one token; all methods but ``finish`` work.
+
+    Raises:
+      UserError: one of them fails, or returns something else than a source does.
+    """
+    checked = make_own_source(run, Unsampled(run.width, run.config.sampling.max_new_tokens))
+    data: Any = run.config.data
+    key, n = f"data.train = {data.train!r}", run.config.train.prompts
+    name, tickets = type(checked.source).__name__, np.arange(n, dtype=np.int32)
+    rows = np.asarray(made_by(checked.order, key, tickets))
+    if rows.shape != (n,) or not np.issubdtype(rows.dtype, np.integer):
+        raise UserError(
+            f"{key}: {name}.order returned {rows.dtype} of shape {rows.shape} for {n} tickets;"
+            f" return ({n},) int32, the row of each"
+        )
+    root = np.asarray(jax.random.key_data(jax.random.key(run.config.seed)))
+    pair = made_by(checked.prompts, key, root, rows)
+    if not isinstance(pair, tuple) or len(pair) != 2 or len(pair[1]) != n:
+        raise UserError(
+            f"{key}: {name}.prompts returned {pair!r:.60} for {n} rows; return (subjects, prompts),"
+            f" {n} of each"
+        )
+    group = run.config.sampling.group
+    request = simple_request(root, {"policy": ()}, np.int32(0), tickets, group, rows=rows)
+    tried(key, made_by, checked.draw, key, request)
+    if not isinstance(notes := made_by(checked.notes, key), dict):
+        raise UserError(
+            f"{key}: {name}.notes returned {notes!r:.40}; return a dict, {{}} for no state"
+        )
+    return checked

@@ -50,12 +50,6 @@ def _table_conflicts(config: Config) -> Iterator[str]:
         )
     if twice := [part for part in sampling.float8 if part in sampling.int8]:
         yield f"sampling.int8 and sampling.float8 both name {twice[0]!r}; remove it from one"
-    unset = type(sampling).model_fields["max_new_tokens"].default
-    if data.own_limit and sampling.max_new_tokens != unset:
-        yield (
-            f"sampling.max_new_tokens = {sampling.max_new_tokens} is not read with"
-            f" {data.own_limit}, which sets its own limit; remove it"
-        )
     yield from data.conflicts(config)
     if train.mode == "in_flight" and not (config.placement and config.placement.staleness):
         yield (
@@ -114,8 +108,6 @@ def _own_mesh_conflicts(config: Config, key: str) -> Iterator[str]:
             f"{key} and train.mode = 'compiled' are both given: a compiled run is one program"
             f" on one mesh; remove {key} or set train.mode to 'host'"
         )
-    if completions := config.data.completions_key:
-        yield f"{key} needs a rollout, and {completions} has none; remove {key}"
     shards = batch_parts(config.sampling.mesh_axes)
     if shards is not None:
         yield from rollout_conflicts(config, shards)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
@@ -62,10 +62,9 @@ class DataTable(Table):
         """The key and value that set the longest completion; "" for ``sampling.max_new_tokens``."""
         return ""
 
-    @property
-    def answer_optional(self) -> bool:
-        """Whether rows may lack an answer where nothing compares with it."""
-        return False
+    def needs_answer(self, read: Callable[[], bool]) -> bool:
+        """Whether rows must have an answer; ``read`` says whether a reward part reads it."""
+        return True
 
     @property
     def plain_files(self) -> dict[str, Any]:
@@ -93,6 +92,20 @@ class DataTable(Table):
 
     def conflicts(self, config: Config) -> Iterator[str]:
         """A line for each key of another table that does not go with these data."""
+        unset = type(config.sampling).model_fields["max_new_tokens"].default
+        if self.own_limit and config.sampling.max_new_tokens != unset:
+            yield (
+                f"sampling.max_new_tokens = {config.sampling.max_new_tokens} is not read with"
+                f" {self.own_limit}, which sets its own limit; remove it"
+            )
+        for table, is_given in (
+            ("[placement]", config.placement is not None),
+            ("[sampling.mesh]", config.sampling.mesh and config.placement is None),
+        ):
+            if is_given and self.completions_key:
+                yield (
+                    f"{table} needs a rollout, and {self.completions_key} has none; remove {table}"
+                )
         if config.train.mode == "in_flight":
             yield (
                 "train.mode = 'in_flight' is read by episodes of data.train in data.env alone,"
@@ -222,10 +235,9 @@ class QuestionTable(RowTable, TextTable):
 class PromptData(ChatTable, QuestionTable):
     """Prompts from files."""
 
-    @property
-    def answer_optional(self) -> bool:
-        """Unless a key names the field, or a pattern in it."""
-        return "answer" not in self.fields and self.answer_pattern is None
+    def needs_answer(self, read: Callable[[], bool]) -> bool:
+        """Where a reward part reads it, or a key names the field, or a pattern in it."""
+        return "answer" in self.fields or self.answer_pattern is not None or read()
 
     @property
     def plain_files(self) -> dict[str, Any]:
@@ -401,8 +413,6 @@ class RecordedData(ChatTable):
     reward_names: ClassVar[tuple[str, ...]] = ("reward",)
     own_rewards: ClassVar[bool] = False
     judged_on_host: ClassVar[bool] = False
-    has_logprobs: ClassVar[bool] = True
-    """Whether a policy drew the completions, and its log-probabilities are there."""
 
     train: str = Field(
         description="recorded:DIR, which `jrl serve --record` wrote: what was drawn is trained on"
@@ -423,7 +433,6 @@ class DialogueData(RecordedData):
 
     kind: ClassVar[str] = DIALOGUES_KIND
     completions_key: ClassVar[str | None] = DIALOGUES_KIND
-    has_logprobs: ClassVar[bool] = False
 
     train: str = Field(
         description="dialogues:FILE, any form of file that holds prompts; a row has messages, and"

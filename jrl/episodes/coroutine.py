@@ -22,6 +22,7 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, NamedTuple
 
 from jrl.episodes.check_env import check_episode, check_roles
+from jrl.episodes.env_error import FormError
 from jrl.episodes.gate import share_clock
 from jrl.episodes.host import (
     ChatOptions,
@@ -175,7 +176,7 @@ def coroutine_env(
             raise EnvError("the episode ended before its first turn")
         if first.player:
             await run.close()
-            raise EnvError(
+            raise FormError(
                 f"{names[first.player]!r} takes the first turn; name the roles so that the one that"
                 f" begins is first, now {names[0]!r}"
             )

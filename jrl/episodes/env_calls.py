@@ -10,6 +10,7 @@ import numpy as np
 
 from jrl.episodes.calls import run_either
 from jrl.episodes.chat import Format
+from jrl.episodes.env_error import FormError
 from jrl.episodes.host import (
     EnvError,
     Feedback,
@@ -82,6 +83,34 @@ async def call_step(
     return state, feedback, answer, _state_id(feedback.state_key, feedback.messages)
 
 
+async def try_turn(
+    env: HostEnv, chat: Format, tokenizer: Tokenizer, prompt: Prompt, longest: int, tokens: Any
+) -> str:
+    """What is wrong with the form of an environment's values; "" for nothing.
+
+    Opens it, answers with one turn that nobody sampled, and closes it.
+
+    Args:
+      env: the environment.
+      chat: how its messages become ids.
+      tokenizer: turns the tokens into text.
+      prompt: the problem.
+      longest: tokens of an opening.
+      tokens: [t] int32, the turn.
+    """
+    try:
+        state, _, _ = await call_init(env, chat, prompt, 0, longest)
+    except FormError as error:
+        return f"init: {error}"
+    try:
+        state, _, _, _ = await call_step(env, chat, tokenizer, state, 0, tokens, False)
+    except FormError as error:
+        return f"step: {error}"
+    finally:
+        await run_either(env.close, state)
+    return ""
+
+
 def _labels(
     env: HostEnv, feedback: Feedback, tokenizer: Tokenizer, ids: Sequence[int]
 ) -> dict[str, int | list[int]]:
@@ -95,21 +124,21 @@ def _labels(
     labels: dict[str, int | list[int]] = {}
     for name, label in feedback.labels.items():
         if name not in (env.extras.labels if isinstance(label, int) else env.extras.token_labels):
-            raise EnvError(f"label {name} is not declared by the environment")
+            raise FormError(f"label {name} is not declared by the environment")
         if isinstance(label, int):
             labels[name] = label
             continue
         # By prefix: a token alone may decode to half a character.
         begins = [len(tokenizer.decode(ids[:i])) for i in range(len(ids) + 1)]
         if len(label) != begins[-1]:
-            raise EnvError(f"label {name}: {len(label)} numbers for {begins[-1]} characters")
+            raise FormError(f"label {name}: {len(label)} numbers for {begins[-1]} characters")
         labels[name] = [label[begin] if begin < begins[-1] else -1 for begin in begins[:-1]]
     return labels
 
 
 def _pair(value: Any, name: str, form: str) -> tuple[Any, Any]:
     if not isinstance(value, tuple | list) or len(value) != 2:
-        raise EnvError(f"{name} returned {value!r:.60}, not {form}")
+        raise FormError(f"{name} returned {value!r:.60}, not {form}")
     return value[0], value[1]
 
 

@@ -3,3 +3,7 @@
 
 class EnvError(Exception):
     """A fault of an environment, recorded with the member that it ends."""
+
+
+class FormError(EnvError):
+    """A value of another type or shape than environments return, which no later turn mends."""

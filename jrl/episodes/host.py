@@ -24,6 +24,7 @@ import numpy as np
 
 from jrl.episodes.chat import ChatFormat, Format, PlainFormat, chat_template
 from jrl.episodes.env_error import EnvError as EnvError
+from jrl.episodes.env_error import FormError
 from jrl.episodes.parsers import get_parser
 from jrl.episodes.tool_descriptions import describe
 from jrl.errors import UserError
@@ -181,8 +182,8 @@ class Lifecycle(NamedTuple):
         for environments that change with the training. A run that resumes begins with its step, so
         that what depends on the step alone is what it would have been.
       shutdown: async () -> None, at the end of the run; releases what all episodes share. A run
-        makes an environment to check it, one for training and one for evaluation, and shuts each
-        down.
+        makes an environment to check it, one to play a turn before training where it is your own,
+        one for training and one for evaluation, and shuts each down.
       at_once: episodes that can be open at a time, others wait in ``init``; 0 for any number.
     """
 
@@ -295,13 +296,13 @@ def check_messages(messages: Any, limits: Limits) -> list[Message]:
       EnvError: they are not messages, or too long.
     """
     if not isinstance(messages, list | tuple) or not messages:
-        raise EnvError(f"messages are {messages!r:.60}, not a list of at least one dict")
+        raise FormError(f"messages are {messages!r:.60}, not a list of at least one dict")
     total = 0
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise EnvError(f'a message is {message!r:.60}, not a dict with "role" and "content"')
+            raise FormError(f'a message is {message!r:.60}, not a dict with "role" and "content"')
         if not isinstance(message.get("content"), str):
-            raise EnvError(f"the content of a message is {message.get('content')!r:.60}, not text")
+            raise FormError(f"the content of a message is {message.get('content')!r:.60}, not text")
         total += len(message["content"])
     if total > limits.answer_chars:
         raise EnvError(f"an answer of {total} characters; the limit is {limits.answer_chars}")
@@ -318,23 +319,23 @@ def check_feedback(value: Any, limits: Limits, parts: int, players: int = 1) -> 
     if isinstance(value, Mapping):
         unknown = ", ".join(map(str, value.keys() - set(Feedback._fields)))
         if unknown:
-            raise EnvError(f"feedback has no {unknown:.80}")
+            raise FormError(f"feedback has no {unknown:.80}")
         value = Feedback(**value)
     if not isinstance(value, Feedback):
-        raise EnvError(f"step returned {value!r:.60}, not (state, Feedback)")
+        raise FormError(f"step returned {value!r:.60}, not (state, Feedback)")
     last = reward_parts(value.reward, parts)
     if not isinstance(value.earlier, list | tuple):
-        raise EnvError(f"earlier is {value.earlier!r:.60}, not a list of rewards")
+        raise FormError(f"earlier is {value.earlier!r:.60}, not a list of rewards")
     earlier = tuple(reward_parts(reward, parts) for reward in value.earlier)
     if not isinstance(value.metrics, Mapping):
-        raise EnvError(f"metrics are {value.metrics!r:.60}, not a dict")
+        raise FormError(f"metrics are {value.metrics!r:.60}, not a dict")
     metrics = {str(name): _number(x, f"metric {name}") for name, x in value.metrics.items()}
     if value.next is not None and value.next not in range(players):
-        raise EnvError(f"player {value.next!r:.20} is next; there are {players}, from 0 on")
+        raise FormError(f"player {value.next!r:.20} is next; there are {players}, from 0 on")
     done = bool(value.done)
     messages = [] if done else check_messages(value.messages, limits)
     if not isinstance(value.labels, Mapping):
-        raise EnvError(f"labels are {value.labels!r:.60}, not a dict")
+        raise FormError(f"labels are {value.labels!r:.60}, not a dict")
     labels = {str(name): _label(x, str(name)) for name, x in value.labels.items()}
     return Feedback(
         messages=messages,
@@ -358,7 +359,7 @@ def reward_parts(value: Any, parts: int) -> tuple[float, ...]:
     """
     numbers = value if isinstance(value, list | tuple) else [value]
     if len(numbers) != parts:
-        raise EnvError(f"{len(numbers)} reward parts; the environment names {parts}")
+        raise FormError(f"{len(numbers)} reward parts; the environment names {parts}")
     return tuple(_number(x, "reward") for x in numbers)
 
 
@@ -366,13 +367,13 @@ def _label(value: Any, name: str) -> int | list[int]:
     many = value if isinstance(value, list | tuple | np.ndarray) else [value]
     for each in many:
         if not isinstance(each, int | np.integer) or not -(2**31) <= each < 2**31:
-            raise EnvError(f"label {name} is {each!r:.60}, not a whole number of 32 bits")
+            raise FormError(f"label {name} is {each!r:.60}, not a whole number of 32 bits")
     return [int(x) for x in many] if many is value else int(value)
 
 
 def _number(value: Any, name: str) -> float:
     if not isinstance(value, int | float | np.number | np.bool_):
-        raise EnvError(f"{name} is {value!r:.60}, not a number")
+        raise FormError(f"{name} is {value!r:.60}, not a number")
     try:
         number = float(value)
     except OverflowError:  # a whole number of more digits

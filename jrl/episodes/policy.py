@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from jrl.episodes.env_error import FormError
 from jrl.episodes.host import EnvError, Feedback, Reply, reward_parts
 from jrl.models.chat_frames import Message
 from jrl.types import NOTHING
@@ -139,7 +140,7 @@ class Policy:
 
     def _index(self, role: str) -> int:
         if role not in self.roles:
-            raise EnvError(
+            raise FormError(
                 f"there is no role {role!r}; the episode has {', '.join(self.roles)}. Name all of"
                 ' them with @roles("writer", "critic") above it, the first to speak first'
             )
@@ -151,11 +152,11 @@ class Policy:
         if isinstance(messages, Mapping):
             messages = [messages]
         if not isinstance(messages, list | tuple):
-            raise EnvError(f"messages are {messages!r:.60}, not a text or a list of dicts")
+            raise FormError(f"messages are {messages!r:.60}, not a text or a list of dicts")
         if self._players and any(
             isinstance(m, Mapping) and m.get("role") == "assistant" for m in messages
         ):
-            raise EnvError(
+            raise FormError(
                 "messages are what comes next in the conversation, which has the policy's turns"
                 " already; leave out those with the role 'assistant'"
             )
@@ -185,7 +186,7 @@ class Policy:
         outcome = value if isinstance(value, Outcome) else Outcome(value)
         for name in ("metrics", "labels"):
             if not isinstance(field := getattr(outcome, name), Mapping):
-                raise EnvError(f"Outcome.{name} = {field!r:.60}, not a dict")
+                raise FormError(f"Outcome.{name} = {field!r:.60}, not a dict")
         rewards = outcome.rewards
         if isinstance(rewards, Mapping):
             # A role that had no turn cannot be rewarded, but a 0 for it is no mistake.
@@ -213,7 +214,7 @@ class Turn:
     def __await__(self) -> Generator[Any, Any, Reply]:
         # A task of the episode's own would yield this to the event loop, which knows no turns.
         if asyncio.current_task() is not self.policy._task:
-            raise EnvError(
+            raise FormError(
                 "a turn was awaited in another task (asyncio.gather, create_task); turns follow one"
                 " another, so await each in the episode itself"
             )

@@ -213,3 +213,10 @@ def gather(
             lost = [n for n in range(len(requests)) if n not in answers]
             answers |= {n: Answer(n, error=BLOCKED, timeout=True) for n in lost}
     return [answers[n] for n in range(len(requests))]
+
+
+def close_env(calls: Calls, env: HostEnv) -> None:
+    """Ends what the environment shares between episodes, and the calls."""
+    with contextlib.suppress(Exception):  # a run that has ended well must not fail here
+        calls.run(env.lifecycle.shutdown, env.limits.call_seconds)
+    calls.close()

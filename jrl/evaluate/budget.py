@@ -35,7 +35,6 @@ from jrl.evaluate.search import ids_of, points_of, problems_of, right_answers
 from jrl.evaluate.searcher import search_once, searched_run
 from jrl.evaluate.statistics import wilson
 from jrl.evaluate.verifiers import LIKELIHOOD, verifier_of
-from jrl.setup.kinds import kind_of
 
 COMPUTE_OPTIMAL = "compute_optimal"
 """Name of this evaluation in ``jrl eval --search``."""
@@ -144,11 +143,7 @@ def budget_run(
             "completions, for searches of width 2; raise it"
         )
     verifier = verifier_of(config, by, reduce)
-    if kind_of(config).plays:
-        raise UserError(
-            f"--search {COMPUTE_OPTIMAL} counts completions of text; name one search instead"
-        )
-    run = searched_run(config, max(completions, first))
+    run = searched_run(config, max(completions, first), f"choice {COMPUTE_OPTIMAL}")
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
         problems, prompts = problems_of(run, key, "eval")

@@ -16,7 +16,6 @@ from jrl.config.stored import is_run
 from jrl.errors import UserError
 from jrl.evaluate.samples import samples_of
 from jrl.evaluate.statistics import evaluation_metrics
-from jrl.rewards.exact import final_answer
 from jrl.rewards.pool import RewardPool
 from jrl.setup.adapters import restore_policy
 from jrl.setup.reward_parts import reward_pool
@@ -49,11 +48,11 @@ def evaluation_names(run: Run) -> set[str] | None:
     table = run.config.eval
     if run.kind.eval_metrics is None:
         return None
-    answers = [["1"] * table.samples] if run.kind.votes else None
+    answers = run.kind.final_answers(["1"] * table.samples)
     one = np.ones((1, table.samples), int)
     variants = ["1"] if table.variants_of else None
     names = evaluation_metrics(
-        one == 1, one, pass_k=table.pass_k, answers=answers, variants_of=variants
+        one == 1, one, pass_k=table.pass_k, answers=answers and [answers], variants_of=variants
     ).keys()
     return {*names, *run.kind.eval_metrics}
 
@@ -108,12 +107,11 @@ class Evaluator:
         """
         groups = self._groups(key, params)
         unjudged = {"verify": 1.0} if self.pool is None else self.run.rewards.weights
-        names = self.run.kind.eval_parts or unjudged
+        names = self.run.kind.eval_weights(unjudged)
         correct = np.asarray(groups.rewards)[:, :, right_part(self.run, names)] >= 1
         records = samples_of(groups, self.run.tokenizer, self.run.kind.task, names, correct.size)
-        answers: Any = None
-        if self.run.kind.votes:
-            answers = [final_answer(r["completion"]) for r in records]
+        answers: Any = self.run.kind.final_answers([r["completion"] for r in records])
+        if answers is not None:
             answers = np.array(answers, object).reshape(correct.shape).tolist()
         column = self.run.config.eval.variants_of
         metrics = evaluation_metrics(
@@ -230,7 +228,6 @@ def sample_run(
     """
     run = build.setup(config, trains=False)
     held_out = not prompts
-    judged = held_out and run.kind.votes
     if prompts:
         kind, listed = run.kind.asked(prompts, partial(question_prompts, run))
         run = run._replace(kind=kind, data=run.data._replace(prompts={"eval": listed}))
@@ -249,7 +246,7 @@ def sample_run(
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
         with contextlib.ExitStack() as stack:
-            pool = stack.enter_context(reward_pool(config)) if judged else None
+            pool = stack.enter_context(reward_pool(config)) if held_out else None
             records = Evaluator(run, pool)(key, params).samples
     unjudged = ("rewards", "reward", "answer", "split")
     return [

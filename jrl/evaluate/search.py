@@ -26,14 +26,13 @@ from jrl.config import Config
 from jrl.config.judge import POLICY
 from jrl.data.prompts import pad_prompts
 from jrl.episodes.search import Searched, best_node, episode_at
-from jrl.episodes.tree import SEARCHES, Tree, search_plan
+from jrl.episodes.tree import Tree, search_plan
 from jrl.episodes.tree_rows import TreeRows, rows_of_tree
 from jrl.errors import UserError
 from jrl.evaluate.evaluator import load_policy, right_part
 from jrl.evaluate.searcher import search_once, searched_run
 from jrl.evaluate.statistics import wilson
 from jrl.evaluate.verifiers import LIKELIHOOD, verifier_of
-from jrl.setup.kinds import kind_of
 from jrl.setup.reward_parts import judge_of, reward_pool
 from jrl.setup.run import Run
 from jrl.train.batches import undrawn_source
@@ -82,13 +81,8 @@ def search_run(
     """
     folder = None if out is None else _folder(out)
     plan = search_plan(name, width, rounds=rounds)
-    if plan.whole and folder is not None and kind_of(config).plays:
-        raise UserError(
-            f"--out: --search {name} plays complete episodes, which have no steps to compare; use"
-            f" one of {', '.join(n for n in SEARCHES if not SEARCHES[n].whole)}"
-        )
     verifier = verifier_of(config, by, reduce)
-    run = searched_run(config, width)
+    run = searched_run(config, width, "" if folder is None else f"rows {name}")
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
         split = "eval" if folder is None else "train"
@@ -116,17 +110,37 @@ def _costs(run: Run, searched: Searched) -> dict[str, float]:
     expansions, steps, tokens = np.array(searched.costs, float).mean(0).tolist()
     costs = {"expansions": expansions, run.kind.step_name: steps}
     costs |= {"drawn_tokens": tokens, "read_tokens": searched.counts["read_tokens"] / count}
-    if faults := run.kind.faults:
-        costs["env_errors"] = sum(searched.counts[name] for name in faults) / count
+    for name, faults in run.kind.faults.items():
+        costs[name] = sum(searched.counts[fault] for fault in faults) / count
     return costs
 
 
 def right_answers(run: Run, problems: Any, prompts: list[Prompt], searched: Searched) -> np.ndarray:
     """[N] bool, whether the path that each search takes in the end is right."""
+    ends = [(i, best_node(tree)) for i, tree in enumerate(searched.trees)]
+    return _right(run, problems, prompts, searched, ends)
+
+
+def _right(
+    run: Run,
+    problems: Any,
+    prompts: list[Prompt],
+    searched: Searched,
+    ends: Sequence[tuple[int, int]],
+) -> np.ndarray:
+    """[M] bool, whether paths are right: as an environment ended them, or as they are judged.
+
+    Args:
+      run: the run.
+      problems: as ``problems_of`` gives them.
+      prompts: N.
+      searched: their trees.
+      ends: M pairs (tree, node) of the nodes that the paths end with.
+    """
     if run.kind.plays:
-        return np.array(searched.successes())
-    answers = [ids_of(tree, best_node(tree)) for tree in searched.trees]
-    return points_of(run, problems, prompts, np.arange(len(prompts)), answers) >= 1
+        return np.array([episode_at(searched.trees[i], node).success for i, node in ends])
+    paths = [ids_of(searched.trees[i], node) for i, node in ends]
+    return points_of(run, problems, prompts, np.array([i for i, _ in ends]), paths) >= 1
 
 
 def _folder(out: str) -> pathlib.Path:
@@ -186,7 +200,7 @@ def points_of(
     )
     with reward_pool(run.config) as pool:
         judged = undrawn_source(run, pool, "eval").judge(about, prompts_of_paths, rollout)
-    names = run.kind.eval_parts or run.rewards.weights
+    names = run.kind.eval_weights(run.rewards.weights)
     right = [*names][right_part(run, names)]
     if run.rewards.givers.get(right) == "judge" and judge_of(run.config, right).model == POLICY:
         raise UserError(
@@ -209,12 +223,7 @@ def _rows(run: Run, problems: Any, prompts: list[Prompt], searched: Searched) ->
     ]
     if not leaves:
         return []
-    episodes = [episode_at(searched.trees[i], leaf) for i, leaf in leaves]
-    if run.kind.plays:
-        right = np.array([episode.success for episode in episodes])
-    else:
-        paths = [ids_of(searched.trees[i], leaf) for i, leaf in leaves]
-        right = points_of(run, problems, prompts, np.array([i for i, _ in leaves]), paths) >= 1
+    right = _right(run, problems, prompts, searched, leaves)
     points: list[dict[int, float]] = [{} for _ in searched.trees]
     for (i, leaf), is_right in zip(leaves, right.tolist(), strict=True):
         points[i][leaf] = float(is_right)

@@ -10,53 +10,51 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import jax
 import numpy as np
 
-from jrl.collect.host_source import host_source
-from jrl.collect.run_rows import completion_ends, prompt_seeds, run_rows, step_ends
+from jrl.collect.run_rows import prompt_seeds
+from jrl.collect.searchers import SearchHow
 from jrl.config import Config
-from jrl.episodes.play import Device
 from jrl.episodes.search import (
     Scorer,
     Searched,
     Searcher,
     by_likelihood,
     by_path,
-    play_search,
 )
 from jrl.episodes.tree import SearchPlan, search_plan
-from jrl.episodes.world import TextWorld
 from jrl.errors import UserError
 from jrl.evaluate.evaluator import load_policy
-from jrl.sampling.places import entropy
 from jrl.setup.run import Run
 from jrl.train import build, programs
+from jrl.train.batches import sources_of
 from jrl.train.memory_check import check_problems, check_slots
 from jrl.types import Array, Params, Prompt
 
 _SLOTS = 32
 
 
-def searched_run(config: Config, width: int) -> Run:
+def searched_run(config: Config, width: int, use: str = "") -> Run:
     """The run of a configuration as it is evaluated, where it can be searched this wide.
+
+    Args:
+      config: of the run.
+      width: of the searches.
+      use: what is made of their paths, as ``Kind.check_searched`` takes it.
 
     Raises:
       UserError: episodes on the device, or searches that do not fit.
     """
     run = programs.as_evaluated(build.setup(config, trains=False))
-    run.kind.check_searched()
-    if not run.kind.cache_on_host:
-        longest = min(run.network.max_length, run.width + run.kind.new_tokens)
-        check_slots("--width", max(_SLOTS, width), longest, run.model)
-    if config.data.has_solutions:  # they are made in one draw
-        check_problems(run, "eval.problems", config.eval.problems)
+    run.kind.check_searched(use)
+    longest = min(run.network.max_length, run.width + run.kind.new_tokens)
+    check_slots("--width", max(_SLOTS, width), longest, run.kind.cached(run.model))
+    check_problems(run, "eval.problems", run.kind.made_at_once(config.eval.problems))
     return run
 
 
-@contextlib.contextmanager
 def searcher_of(
     run: Run,
     key: Array,
@@ -67,7 +65,7 @@ def searcher_of(
     whole: bool = False,
     step_tokens: int = 64,
     split: str = "eval",
-) -> Iterator[Searcher]:
+) -> contextlib.AbstractContextManager[Searcher]:
     """A searcher of a run's problems with some weights.
 
     Args:
@@ -85,28 +83,8 @@ def searcher_of(
       UserError: limits that no search can keep, or an environment whose state cannot be copied.
     """
     temperature = run.config.eval.temperature or 1.0  # without chance all steps would be alike
-    if run.kind.plays:
-        prompts = run.data.prompts[split]
-        source = host_source(
-            run, prompts, 1, split="eval", temperature=temperature, width=max(width, _SLOTS)
-        )
-        with contextlib.closing(source), source.searcher(key, params, step, split) as search:
-            yield search
-        return
-    if not whole and not step_tokens >= 1:
-        raise UserError(f"step_tokens = {step_tokens}; give at least 1")
-    rows = run_rows(
-        run,
-        max(_SLOTS, width),
-        stop_tokens=step_ends(run, whole=whole),
-        max_new_tokens=run.kind.new_tokens,
-        split="eval",
-        temperature=temperature,
-        measure=entropy,
-    )
-    world = TextWorld(completion_ends(run), 0 if whole else step_tokens)
-    with rows.loaded(key, params, step):
-        yield partial(play_search, Device(rows.rows), world)
+    how = SearchHow(max(width, _SLOTS), whole, step_tokens, split, temperature)
+    return sources_of(run).searcher(run, key, params, step, how)
 
 
 def search_once(

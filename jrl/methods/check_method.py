@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jrl.errors import UserError
+from jrl.errors import UserError, unknown_choice
 from jrl.methods.base import Method
-from jrl.methods.curriculum import Curriculum
+from jrl.methods.curriculum import Between, Curriculum
 from jrl.methods.edit import Edit
 from jrl.methods.plan import Plan
 from jrl.methods.schedule import Schedule
@@ -45,6 +45,8 @@ _LISTS: dict[str, tuple[type, dict[str, tuple[str, ...]]]] = {
     ),
 }
 _CURRICULUM = {"init": ("table",), "choose": ("state", "query"), "update": ("state", "outcome")}
+_BETWEEN = {"run": ("state", "tools"), "counts": ("state",)}
+_TOOLS = ("draw", "write", "estimate")
 
 
 def check_method(method: Method, key: str) -> Method:
@@ -80,7 +82,26 @@ def check_method(method: Method, key: str) -> Method:
         )
     for name, arguments in _CURRICULUM.items():
         check_function(getattr(curriculum, name), arguments, f"{key}: curriculum.{name}")
+    if curriculum.between is not None:
+        _check_between(curriculum.between, f"{key}: curriculum.between")
     return method
+
+
+def _check_between(between: Any, key: str) -> None:
+    if not isinstance(between, Between):
+        raise UserError(f"{key} = {between!r:.40}; must be a {_public(Between)} or None")
+    for name, arguments in _BETWEEN.items():
+        check_function(getattr(between, name), arguments, f"{key}.{name}")
+    every = between.every
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise UserError(f"{key}.every = {every!r:.40}; must be a number of steps, at least 1")
+    if not isinstance(between.uses, frozenset | set | tuple | list):
+        raise UserError(
+            f"{key}.uses = {between.uses!r:.40}; must be a frozenset of {', '.join(_TOOLS)}"
+        )
+    for name in between.uses:
+        if name not in _TOOLS:
+            raise unknown_choice(f"{key}.uses", name, _TOOLS)
 
 
 def _part(method: Method, name: str) -> Any:

@@ -193,3 +193,8 @@ def check_ids(largest: int, vocab_size: int, where: str) -> None:
             f"{where}: a text holds token id {largest} but the model's vocabulary has only "
             f"{vocab_size} ids; an added token of the tokenizer was never given an embedding"
         )
+
+
+def line_ends(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
+    """The ids whose text ends a line."""
+    return tuple(i for i in range(vocab_size) if "\n" in tokenizer.decode([i]))

@@ -19,7 +19,7 @@ from jrl.plan.topology import Topology
 from jrl.sampling.params import MOST_HALVINGS
 from jrl.setup.gather import gathers, sampler_bytes, slots_on_chip, token_bytes
 from jrl.setup.run import Run
-from jrl.train.utilisation import rows_of_a_prompt, training_passes
+from jrl.train.utilisation import training_passes
 
 _TILE = 128
 """Columns of a cache on TPUs are a multiple of this."""
@@ -28,7 +28,7 @@ _TILE = 128
 def lengths_of(run: Run) -> Lengths:
     """The sizes of a run's rollout."""
     new = run.kind.new_tokens
-    return Lengths(run.config.train.prompts, rows_of_a_prompt(run), run.width, new)
+    return Lengths(run.config.train.prompts, run.kind.rows_of_a_prompt(run.method), run.width, new)
 
 
 def model_flops(run: Run, name: str) -> float:

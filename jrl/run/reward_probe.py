@@ -13,7 +13,7 @@ from jrl.judging.host import with_ends
 from jrl.rewards.base import Sample
 from jrl.rewards.columns import check_column, check_columns
 from jrl.rewards.pool import RewardPool
-from jrl.setup.kinds import Kind, RunData
+from jrl.setup.kind import Kind, RunData
 from jrl.setup.reward_parts import function_of, reward_tables
 from jrl.setup.run import Run
 from jrl.system.extras import install_line, missing
@@ -36,9 +36,9 @@ def reward_text(run: Run) -> str:
     Args:
       run: from ``build.setup``.
     """
-    if not run.kind.reported:
+    weights = run.kind.reported_weights(run.rewards.weights)
+    if not weights:
         return ""
-    weights = run.rewards.weights
     short = {name: name.rpartition(":")[2] for name in weights}
     total = " + ".join(
         short[name] if weight == 1 else f"{weight:g} * {short[name]}"
@@ -55,7 +55,7 @@ def reward_text(run: Run) -> str:
 def missing_math(config: Config) -> str:
     """A line where rewards.math has no math-verify to compare by; "" elsewhere."""
     used = "math" in [function_of(n, table) for n, table in reward_tables(config).items()]
-    if not used or config.data.completions_key or not missing(["math-verify"]):
+    if not used or not missing(["math-verify"]):
         return ""
     return (
         "rewards.math compares numbers, and anything else as text, because math-verify is not"

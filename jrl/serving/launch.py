@@ -18,7 +18,6 @@ from jrl.errors import UserError
 from jrl.mesh import make_mesh, placed_shapes, tree_shardings
 from jrl.models import hf
 from jrl.models.config import ModelConfig
-from jrl.models.file_tokenizer import load_tokenizer
 from jrl.models.quant import sampler
 from jrl.models.tokenizer import Tokenizer, check_vocab
 from jrl.models.transformer import transformer
@@ -107,7 +106,7 @@ def served_policy(config: Config, *, checkpoint: int | None, slots: int = 1) -> 
     shape = run_shape(config, kind.task)
     path = None if config.model.path is None else Path(config.model.path)
     # ``run_shape`` wants a checkpoint where there is no task.
-    tokenizer: Tokenizer = kind.tokenizer or load_tokenizer(path or "")
+    tokenizer: Tokenizer = kind.tokenizer_in(path or "")
     check_vocab(tokenizer, shape.vocab_size)
     network, directory = trained_network(config, shape, transformer(shape)), config.run.dir
     if directory is not None and (checkpoint is not None or is_run(directory)):

@@ -24,7 +24,14 @@ from jrl.methods.base import Method, Schedule
 from jrl.methods.edit import Stateless
 from jrl.methods.replays import is_by_prompt
 from jrl.models.config import ModelConfig
-from jrl.setup.reward_parts import judge_of, likelihood_of, parts_by_token, parts_of
+from jrl.setup.reward_parts import (
+    judge_of,
+    likelihood_of,
+    model_of_part,
+    parts_by_step,
+    parts_by_token,
+    parts_of,
+)
 from jrl.types import NOTHING, Branching, Network, Objective, Search
 
 Features = dict[str, str]
@@ -103,7 +110,8 @@ TABLE: tuple[Feature, ...] = (
     ),
     _forbids("likelihood", "device environment", "its problems have no answers"),
     _forbids("likelihood", "contexts", "it reads a row from its beginning, which contexts divide"),
-    _needs("gain by turn", "episodes", "other data have no turns"),
+    _needs("paid by turn", "episodes", "other data have no turns"),
+    _forbids("paid by step", "task", "completions of a task have no lines that would be steps"),
     _needs("draws", "text", "only text is sampled in parts"),
     _forbids("draws", "search", "it samples all prompts together"),
     _forbids("search", "token rewards", "a search needs one number per path"),
@@ -220,6 +228,7 @@ WITHOUT: Mapping[str, str] = {
     "several policies": "set objective.policies to 1",
     "several processes": "use one host",
     "token rewards": "remove it",
+    "task": "give data.train instead",
     "tree": "set tree.kind to 'none'",
     "asked tree": "set tree.kind to 'none'",
     "rounds": "choose another method",
@@ -291,7 +300,7 @@ def features_of(
       method: its method.
       network: the policy, as the method trains it.
       model: its shape; None for a network of one's own.
-      data: what the data bring, ``kinds.Kind.features``.
+      data: what the data bring, ``kind.Kind.features``.
     """
     named = f"method = {config.method!r}"
     if config.rewards and not any(parts_of(config).weights.values()):
@@ -335,7 +344,9 @@ def _config_features(config: Config) -> Features:
     functions = rewards.given_by("function") if config.rewards else ()
     judges, likely = rewards.given_by("judge"), rewards.given_by("likelihood")
     here = [name for name in judges if judge_of(config, name).local]
-    turns = [name for name in likely if likelihood_of(config, name).by == "turn"]
+    turns = [n for n in likely if likelihood_of(config, n).by == "turn"]
+    turns += [n for n in models if model_of_part(config, n).by == "turn"]
+    by_step = [*parts_by_step(config).values()]
     by_token = [*parts_by_token(config).values()]
     steps = config.tree.tokens if isinstance(config.tree, SearchTree) else None
     items = {
@@ -355,7 +366,8 @@ def _config_features(config: Config) -> Features:
         "judge": (judges, f"[rewards.{judges[0]}]" if judges else ""),
         "judge here": (here, f"rewards.{here[0]}.model" if here else ""),
         "likelihood": (likely, f"[rewards.{likely[0]}]" if likely else ""),
-        "gain by turn": (turns, f'rewards.{turns[0]}.by = "turn"' if turns else ""),
+        "paid by turn": (turns, f'rewards.{turns[0]}.by = "turn"' if turns else ""),
+        "paid by step": (by_step, by_step[0] if by_step else ""),
         "token rewards": (by_token, by_token[0] if by_token else ""),
         "row rewards": (by_row, f"rewards.{by_row[0]}" if by_row else ""),
         "own reward": (functions, f"rewards.{functions[0]}" if functions else ""),

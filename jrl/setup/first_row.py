@@ -22,10 +22,12 @@ def needs_answer(config: Config) -> bool:
 
     A configuration that names the field, or a pattern in it, needs it in any case.
     """
-    if not config.data.answer_optional:
-        return True
     parts = {name: part for name, part in config.rewards.items() if part.combine is None}
-    return not parts or any(_reads_answer(n, p.function or n) for n, p in parts.items())
+
+    def read() -> bool:
+        return not parts or any(_reads_answer(n, p.function or n) for n, p in parts.items())
+
+    return config.data.needs_answer(read)
 
 
 def _reads_answer(name: str, function: str) -> bool:

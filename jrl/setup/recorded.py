@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from jrl.config import Config
-from jrl.config.data import RecordedData
+from jrl.config.data import DialogueData, RecordedData
 from jrl.data.sources import open_source
 from jrl.data.tables import Source
 from jrl.episodes.recorded import REWARDED, Recorded, RecordedCounts, read_recorded
@@ -58,12 +58,26 @@ class KeptCounts(NamedTuple):
         )
 
 
+class Read(NamedTuple):
+    """Recorded sessions or dialogues, as they were read.
+
+    Attributes:
+      recorded: in groups.
+      where: names a row's origin, for messages.
+      pays: says where a reward would be, for messages.
+    """
+
+    recorded: Recorded | Dialogues
+    where: Callable[[Transcript], str]
+    pays: str
+
+
 def recorded_groups(
     config: Config,
     data: RecordedData,
     tokenizer: Tokenizer,
     method: Method,
-    opened: Callable[..., Source] = open_source,
+    read: Read,
 ) -> tuple[list[list[Transcript]], list[Prompt], KeptCounts]:
     """The groups of a run on recorded sessions or dialogues, each with its prompt.
 
@@ -75,13 +89,13 @@ def recorded_groups(
       data: its table.
       tokenizer: the policy's.
       method: what to train with.
-      opened: opens a file of dialogues, as ``open_source`` does.
+      read: what was recorded.
 
     Raises:
       UserError: nothing is left, or a row is too long and ``data.overlong`` is "error".
     """
     sampling = config.sampling
-    recorded, where = _read(config, data, tokenizer, opened)
+    recorded, where = read.recorded, read.where
     rewarded = method.draw.samples or method.value  # others read no points
     groups: list[list[Transcript]] = []
     prompts: list[Prompt] = []
@@ -103,7 +117,7 @@ def recorded_groups(
     if not groups:
         raise UserError(
             f"data.train = {data.train!r}: no row is left of {recorded.counts.rows}: "
-            f"{unrewarded} have no reward, which {_paid_by(data)}, and "
+            f"{unrewarded} have no reward, which {read.pays}, and "
             f"{dropped} are longer than sampling.max_new_tokens"
         )
     sizes = [len(group) for group in groups]
@@ -112,27 +126,12 @@ def recorded_groups(
     return groups, prompts, counts
 
 
-def _read(
-    config: Config, data: RecordedData, tokenizer: Tokenizer, opened: Callable[..., Source]
-) -> tuple[Recorded | Dialogues, Callable[[Transcript], str]]:
-    """Recorded groups on disk, and a function that names a row's origin.
+def read_sessions(config: Config, data: RecordedData) -> Read:
+    """Sessions that a server recorded.
 
     Raises:
       UserError: there is nothing to train on.
     """
-    if not data.has_logprobs:
-        from jrl.data.messages import Wording
-        from jrl.episodes.dialogues import read_dialogues  # not on the way of other runs
-
-        if not data.place.strip():
-            raise UserError(
-                f"data.train = {data.train!r}: names no file; write dialogues:FILE.jsonl"
-            )
-        source = opened(data.place, key="data.train")
-        skips: Any = data
-        wording = Wording(tokenizer, **data.wording)
-        dialogues = read_dialogues(source, wording, invalid=skips.invalid)
-        return dialogues, dialogues.where
     if not data.place.strip() or not Path(data.place).expanduser().is_dir():
         raise UserError(
             f"data.train = {data.train!r}: there is no directory {data.place!r}; name one that"
@@ -145,13 +144,27 @@ def _read(
     recorded = read_recorded(data.place, distribution)
     if not recorded.counts.rows:
         raise UserError(_nothing_drawn(data, distribution, recorded))
-    return recorded, lambda row: f"data.train = {data.train!r}"
+    pays = "clients send to /v1/sessions/NAME/reward"
+    return Read(recorded, lambda row: f"data.train = {data.train!r}", pays)
 
 
-def _paid_by(data: RecordedData) -> str:
-    if not data.has_logprobs:
-        return "a row gives as reward or rewards"
-    return "clients send to /v1/sessions/NAME/reward"
+def read_dialogue_file(
+    data: DialogueData, tokenizer: Tokenizer, opened: Callable[..., Source] = open_source
+) -> Read:
+    """Conversations of a file.
+
+    Raises:
+      UserError: there is no such file, or a row is none.
+    """
+    from jrl.data.messages import Wording
+    from jrl.episodes.dialogues import read_dialogues  # not on the way of other runs
+
+    if not data.place.strip():
+        raise UserError(f"data.train = {data.train!r}: names no file; write dialogues:FILE.jsonl")
+    source = opened(data.place, key="data.train")
+    wording = Wording(tokenizer, **data.wording)
+    dialogues = read_dialogues(source, wording, invalid=data.invalid)
+    return Read(dialogues, dialogues.where, "a row gives as reward or rewards")
 
 
 def _nothing_drawn(data: RecordedData, distribution: Distribution, recorded: Recorded) -> str:

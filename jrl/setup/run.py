@@ -22,7 +22,7 @@ from jrl.models.transformer import transformer
 from jrl.sampling.params import SamplingParams
 from jrl.setup.features import Features, features_of
 from jrl.setup.gather import gathers
-from jrl.setup.kinds import Kind, RunData
+from jrl.setup.kind import Kind, RunData
 from jrl.setup.reward_parts import RunRewards
 from jrl.types import Network, Params, Prompt, ValueNetwork
 

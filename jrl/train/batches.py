@@ -15,40 +15,32 @@ import jax
 import jax.numpy as jnp
 
 from jrl.collect.collector import Batches, Collector
-from jrl.collect.curriculum import HostRounds, host_tools, with_problems
+from jrl.collect.curriculum import HostRounds, HostTools, episode_rounds, text_rounds, with_problems
 from jrl.collect.episodes import on_device
-from jrl.collect.host_source import check_host, host_labels, host_source
+from jrl.collect.host_source import check_host, host_labels, host_source, try_env
 from jrl.collect.plan import Setting
 from jrl.collect.plan_tools import Hinter, TextTools
 from jrl.collect.resharding import ReshardedSampler
 from jrl.collect.reward_stages import FiniteSums, JudgedParts, judged_parts
-from jrl.collect.run_rows import line_ends
+from jrl.collect.searchers import episode_searcher, text_searcher
 from jrl.collect.sources import Source, epoch_order
 from jrl.collect.sources_given import JudgedSource, RecordedSource, sizes_of
-from jrl.collect.sources_own import Sampler, make_own_source
+from jrl.collect.sources_own import Sampler, make_own_source, tried_source
 from jrl.collect.sources_task import EnvSource, TaskSource
 from jrl.collect.sources_text import TextSampler, TextSource
 from jrl.collect.tree_search import TreeSearch, search_source, undrawn_text
+from jrl.episodes.search import Searcher
 from jrl.episodes.transcript import RowShape
 from jrl.mesh import replicated
 from jrl.methods.curriculum import Curriculum, Table
+from jrl.models.tokenizer import line_ends
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import SamplingParams, make_sampling_params
+from jrl.setup.device_kinds import AskedKind, EnvKind, TaskKind
 from jrl.setup.features import check_division
-from jrl.setup.kinds import (
-    AskedKind,
-    DialogueKind,
-    EnvKind,
-    EpisodeKind,
-    Kind,
-    Labels,
-    PairKind,
-    RecordedKind,
-    SourceKind,
-    TaskKind,
-    TaskPairKind,
-    TextKind,
-)
+from jrl.setup.given_kinds import DialogueKind, PairKind, RecordedKind, TaskPairKind
+from jrl.setup.kind import Kind, Labels
+from jrl.setup.kinds import EpisodeKind, SourceKind, TextKind
 from jrl.setup.recorded import RECORDED_REWARD
 from jrl.setup.run import Run, question_prompts
 from jrl.system.signals import Stopping
@@ -66,9 +58,7 @@ def run_source(run: Run, pool: RewardPool | None, split: str = "train") -> Sourc
       split: "train" or "eval".
     """
     if split == "eval":
-        source = sources_of(run).held_out(run, pool)
-        judged = pool is not None and not run.kind.eval_parts
-        return judged_parts(run, source, pool, split) if judged else source
+        return sources_of(run).held_out(run, pool)
     source = sources_of(run).train(run, pool)
     if isinstance(source, TreeSearch):  # it searches a source that has all parts
         return source
@@ -122,7 +112,7 @@ def training_batches(
         run.mesh,
         packer,
         sampled=run.kind.sampled,
-        rounds=HostRounds(source, problems, host_tools(run, source)),
+        rounds=HostRounds(source, problems, sources_of(run).rounds(run, source)),
         notes=notes,
     )
     if run.rollout_mesh is None:
@@ -241,7 +231,7 @@ def held_out_task(run: Run, pool: RewardPool | None) -> Source:
 def held_out_text(run: Run, pool: RewardPool | None) -> Source:
     """Held-out prompts in text."""
     program, params = _evaluation(run)
-    return TextSource(
+    source = TextSource(
         all_prompts=run.data.prompts["eval"],
         width=run.width,
         seed=None,
@@ -253,6 +243,7 @@ def held_out_text(run: Run, pool: RewardPool | None) -> Source:
         steps=run.config.train.steps,
         free=_free(program),
     )
+    return source if pool is None else judged_parts(run, source, pool, "eval")
 
 
 def held_out_episodes(run: Run, pool: RewardPool | None) -> Source:
@@ -265,7 +256,8 @@ def held_out_own(run: Run, pool: RewardPool | None) -> Source:
     """A source of one's own, asked for the split "eval"."""
     sampler = TextSampler(*_evaluation(run), run.config.eval.temperature)
     limit = run.config.sampling.max_new_tokens
-    return make_own_source(run, Sampler(sampler, run.width, limit))
+    source = make_own_source(run, Sampler(sampler, run.width, limit))
+    return source if pool is None else judged_parts(run, source, pool, "eval")
 
 
 def undrawn_source(run: Run, pool: RewardPool | None, split: str) -> Source:
@@ -285,6 +277,20 @@ def _undrawn_prompts(run: Run, pool: RewardPool | None, split: str) -> Source:
 
 def _undrawn_task(run: Run, pool: RewardPool | None, split: str) -> Source:
     return TaskSource(run.kind.task, tuple(run.kind.eval_parts), None, split=split)
+
+
+def nothing_own(run: Run) -> None:
+    """Nothing: the data need a sampler, and no part of them is one's own."""
+
+
+def tried_env(run: Run) -> None:
+    """Nothing, after a turn with an environment of one's own."""
+    try_env(run)
+
+
+def given_source(run: Run) -> Source:
+    """The source of completions that the data hold."""
+    return sources_of(run).train(run, None)
 
 
 def _check_players(run: Run) -> None:
@@ -333,11 +339,16 @@ class Sources(NamedTuple):
 
     Attributes:
       train: makes the source of groups to train on.
-      held_out: makes the source of held-out groups, for a run from ``programs.as_evaluated``.
+      held_out: makes the source of held-out groups with all their reward parts, for a run from
+        ``programs.as_evaluated``.
       undrawn: (run, reward functions, split) -> source of a split's problems that samples nothing.
       tools: (run) -> (root key) -> the data's tools for plans; None for none.
       check: raises UserError if a run cannot be trained on these data.
+      tried: (run) -> source that draws without a sampler, or None; before anything compiles. Raises
+        UserError if a source or an environment of one's own does not fit.
       labels: (run) -> groups of each problem, and the labels of a batch.
+      rounds: (run, its source) -> what a curriculum's host part may call.
+      searcher: (run, key, params, step, settings) -> searches its problems in a ``with`` block.
     """
 
     train: MakeSource
@@ -345,7 +356,10 @@ class Sources(NamedTuple):
     undrawn: Callable[[Run, RewardPool | None, str], Source] = _undrawn_prompts
     tools: Callable[[Run], Callable[[Any], Any] | None] = no_tools
     check: Callable[[Run], None] = _check_players
+    tried: Callable[[Run], Source | None] = nothing_own
     labels: Callable[[Run], tuple[int, Labels]] = _kind_labels
+    rounds: Callable[[Run, Source], HostTools] = text_rounds
+    searcher: Callable[..., contextlib.AbstractContextManager[Searcher]] = text_searcher
 
 
 _EPISODES = Sources(
@@ -353,10 +367,13 @@ _EPISODES = Sources(
     held_out_episodes,
     tools=solution_tools,
     check=check_host,
+    tried=tried_env,
     labels=host_labels,
+    rounds=episode_rounds,
+    searcher=episode_searcher,
 )
 _TASK = Sources(task_source, held_out_task, _undrawn_task, task_tools)
-_RECORDED = Sources(recorded_source)
+_RECORDED = Sources(recorded_source, tried=given_source)
 SOURCES: Mapping[type[Kind], Sources] = {
     TextKind: Sources(text_source, tools=text_tools),
     AskedKind: Sources(text_source),
@@ -365,9 +382,9 @@ SOURCES: Mapping[type[Kind], Sources] = {
     EpisodeKind: _EPISODES,
     RecordedKind: _RECORDED,
     DialogueKind: _RECORDED,
-    SourceKind: Sources(own_source, held_out_own, tools=solution_tools),
-    PairKind: Sources(pair_source),
-    TaskPairKind: Sources(pair_source, held_out_task, _undrawn_task),
+    SourceKind: Sources(own_source, held_out_own, tools=solution_tools, tried=tried_source),
+    PairKind: Sources(pair_source, tried=given_source),
+    TaskPairKind: Sources(pair_source, held_out_task, _undrawn_task, tried=given_source),
 }
 """Kind of data -> its sources and tools."""
 

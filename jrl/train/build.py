@@ -32,7 +32,8 @@ from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.setup.adapters import lora_of, start_params, trained_network
 from jrl.setup.features import check_features, features_of
 from jrl.setup.frozen import frozen_shape, run_shape
-from jrl.setup.kinds import Kind, RunData, kind_of
+from jrl.setup.kind import Kind, RunData
+from jrl.setup.kinds import kind_of
 from jrl.setup.objective import method_of
 from jrl.setup.placement import check_model_on_mesh, check_sampler_mesh, make_meshes
 from jrl.setup.reward_parts import accuracy_part, parts_of
@@ -68,7 +69,7 @@ def setup(config: Config, *, trains: bool = True) -> Run:
         model=model,
         tokenizer=tokenizer,
         width=kind.width(data),
-        networks=_frozen_networks(config, method),
+        networks=frozen_networks(config, method),
         trains=trains,
     )
     _check_tokens(config, data, run.network.vocab_size)
@@ -159,7 +160,7 @@ def bare_run(
     )
 
 
-def _frozen_networks(config: Config, method: Method) -> dict[str, Network]:
+def frozen_networks(config: Config, method: Method) -> dict[str, Network]:
     """The frozen policies that are named and read, each of its own size."""
     needed = frozen_names(method.objective, method.schedule)
     names = [name for name in config.frozen if name in needed]
@@ -222,7 +223,7 @@ def _model(config: Config, kind: Kind) -> tuple[Any, ModelConfig | None, Params]
     if choice.path is None:  # sizes without a checkpoint are those of a task's model
         return tokenizer, shape, None
     directory = Path(choice.path)
-    tokenizer = tokenizer or load_tokenizer(directory)
+    tokenizer = kind.tokenizer_in(directory)
     check_vocab(tokenizer, shape.vocab_size)
     if (lora := lora_of(config)) is not None:
         lora.check(shape)

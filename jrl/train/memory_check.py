@@ -58,9 +58,8 @@ def check_training(run: Run) -> None:
     config, draw = run.config, run.method.draw
     check_weights(run)
     check_held_models(run)
-    draws = draw.samples and config.data.completions_key is None
     setting = f"train.prompts = {config.train.prompts}"
-    if draws:
+    if run.kind.samples(run.method):
         setting += f" with sampling.group = {config.sampling.group}"
         group = config.sampling.group + draw.baseline_members
         shape = run.kind.batch_shape(run.method)
@@ -192,10 +191,11 @@ def _check(
     new = run.kind.new_tokens * run.kind.contexts  # a row of training holds all of an episode's
     groups, members, longest = batch or (prompts, group, new)
     size = 4.0 * groups * run.width + float(groups) * members * longest * _TOKEN_BYTES
-    if sampled and run.model is not None and not run.kind.cache_on_host:
-        itemsize = 1 if "cache" in config.sampling.in_8_bits else np.dtype(run.model.dtype).itemsize
+    model = run.kind.cached(run.model) if sampled else None
+    if model is not None:
+        itemsize = 1 if "cache" in config.sampling.in_8_bits else np.dtype(model.dtype).itemsize
         cached = cached_tokens(prompts, group, run.width, new, config.sampling.slots)
-        size += cached * token_cache_bytes(run.model, itemsize)
+        size += cached * token_cache_bytes(model, itemsize)
     keys = " or ".join(part.split(" = ")[0] for part in setting.split(" with "))
     setting = f"{setting}, {run.width} + {new} tokens each"
     check_fits(setting, size, f"lower {keys}", available=available_bytes())

@@ -122,7 +122,6 @@ def load_reward_models(config: Config, rewards: RunRewards, mesh: Mesh) -> RunRe
             )
             continue
         check_reads_tokens(key, table, tables[name])
-        check_steps(key, table, config)
         theirs = [reward_run(config, f"{key}.path", path) for path in table.path]
         behind = trains_reward(theirs[0])
         labels = output_weights(theirs[0], table, key)
@@ -160,12 +159,6 @@ def check_reads_tokens(key: str, table: RewardModelTable, part: RewardTable) -> 
             f"{key}.{name} = {getattr(part, name)!r}: a run directory's model scores every sample;"
             " remove it"
         )
-
-
-def check_steps(key: str, table: RewardModelTable, config: Config) -> None:
-    """Raises UserError for a model that pays by step where completions have no steps."""
-    if reason := kind_of(config).no_steps.get(table.by):
-        raise UserError(f"{key}.by = {table.by!r}: {reason}")
 
 
 def output_weights(theirs: Config, table: RewardModelTable, key: str) -> tuple[float, ...]:

@@ -18,7 +18,7 @@ from jrl.types import Batch, RoutingRecord
 
 def abstract_batch(run: Run) -> Batch:
     """The shapes of a training batch: complete groups, completions of full length."""
-    config, draw, p = run.config, run.method.draw, run.width
+    config, p = run.config, run.width
     n, g, t = run.kind.batch_shape(run.method)
     rows = batch_sharding(run.mesh)
 
@@ -27,7 +27,7 @@ def abstract_batch(run: Run) -> Batch:
 
     labels, axes = run.kind.labels(run.method), (n, g, t)
     ids = {x: array(jnp.int32, *axes[:k]) for x, k in {"prompt": 1, **labels.ids}.items()}
-    drawn = {"sampler_logprobs": 3} if run.kind.sampled and draw.samples else {}
+    drawn = {"sampler_logprobs": 3} if run.kind.has_logprobs(run.method) else {}
     names = {"external": 3, **drawn, **labels.stats}
     stats = {x: array(jnp.float32, *axes[:k]) for x, k in names.items()}
     parts = len(run.rewards.weights)

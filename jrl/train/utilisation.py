@@ -48,13 +48,6 @@ def training_passes(run: Run) -> float:
     return trained * schedule.epochs * (1 if schedule.ahead is None else 2) + scored
 
 
-def rows_of_a_prompt(run: Run) -> int:
-    """Completions of a prompt in a batch, greedy baselines and demonstrations among them."""
-    draw = run.method.draw
-    samples = run.config.sampling.group + draw.baseline_members if draw.samples else 0
-    return samples + draw.demonstrations
-
-
 def utilisation(run: Run, metrics: Mapping[str, float], seconds: float) -> float | None:
     """Model FLOPs of a step, sampling included, over what the devices can do in its time.
 
@@ -73,12 +66,11 @@ def utilisation(run: Run, metrics: Mapping[str, float], seconds: float) -> float
         return None
     lengths = Lengths(
         run.config.train.prompts,
-        run.kind.rows or rows_of_a_prompt(run),
+        run.kind.rows_of_a_prompt(run.method),
         round(float(metrics["prompt_length"])),
         round(float(metrics.get("row_length", metrics["length"]))),
     )
-    draws = run.method.draw.samples and run.config.data.completions_key is None
-    passes = training_passes(run) + draws
+    passes = training_passes(run) + run.kind.samples(run.method)
     devices = run.mesh.devices.size
     devices += run.rollout_mesh.devices.size if run.rollout_mesh is not None else 0
     return passes * forward_flops(run.model, lengths) / (devices * peak * seconds)

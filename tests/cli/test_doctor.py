@@ -16,6 +16,8 @@ from jrl.run import reward_probe as reward_text
 from jrl.run.diagnostics import obstacles
 from jrl.run.run import train
 from jrl.system import extras
+from jrl.train.build import setup
+from jrl.train.trainable import check_trainable
 
 SIZES = "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
 
@@ -77,6 +79,41 @@ def test_rows_templates_and_columns_are_looked_at(tmp_path, monkeypatch):
     assert problems == [reward_text.missing_math(load_config(None, names))]
     assert problems[0].endswith(extras.install_line("math"))
     assert not reward_text.missing_math(load_config(None, [*names, "rewards={exact={}}"]))
+
+
+APART = {
+    "tree.rounds = 2 does not go with": ("tree.kind=branch", "tree.rounds=2"),
+    "tree.tokens = 8 does not go with": ("tree.kind=search", "tree.tokens=8"),
+    "sampling.temperature = 0": ("sampling.temperature=0",),
+    "sampling.group = 1": ("sampling.group=1",),
+}
+
+
+@pytest.mark.parametrize("line", APART)
+def test_parts_that_do_not_go_together_are_named_as_the_run_names_them(line, tmp_path):
+    model = checkpoint(tmp_path / "model", chat=True)
+    (tmp_path / "a.jsonl").write_text(lines([{"question": "a?", "answer": "1"}]))
+    text = (
+        "async def episode(policy, prompt):\n    await policy('Name a number.')\n    return 1.0\n"
+    )
+    (tmp_path / "mine.py").write_text(text)
+    config = [f"model.path={json.dumps(str(model))}", f"data.train={tmp_path / 'a.jsonl'}"]
+    config += [f"data.env={json.dumps(f'{tmp_path}/mine.py:episode')}", "train.prompts=1"]
+    assert obstacles(load_config(None, config)) == []
+    config = load_config(None, [*config, *APART[line]])
+    with pytest.raises(UserError) as caught:
+        check_trainable(setup(config))
+    said_by_the_run = str(caught.value).splitlines()
+    assert any(each.startswith(line) for each in said_by_the_run)
+    assert obstacles(config) == said_by_the_run
+
+
+def test_features_are_compared_on_other_devices_too():
+    wrong = ["data.task=sorting", SIZES, "mesh.tensor=64", "tree.kind=search"]
+    wrong += ["rewards.model={path='x'}"]
+    problems = obstacles(load_config(None, wrong))
+    assert sum("needs 64 devices" in line for line in problems) == 1
+    assert sum("does not go with [rewards.model]" in line for line in problems) == 1
 
 
 def test_a_run_that_is_refused_names_all_that_is_wrong(tmp_path):

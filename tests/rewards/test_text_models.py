@@ -32,7 +32,7 @@ from jrl.run.run import train
 from jrl.setup.first_row import check_first_row
 from jrl.setup.reward_parts import model_of_part, parts_by_token, parts_of
 from jrl.storage.metrics import read_jsonl
-from jrl.train.reward_model import check_steps, check_text_models, load_reward_models
+from jrl.train.reward_model import check_text_models, load_reward_models
 from jrl.types import Prompt, StopReason
 
 require("dev", "torch", "transformers")
@@ -359,11 +359,6 @@ def test_pav_pays_what_a_step_changes_of_a_chance(place):
     turns = load_config(None, [*paths, part.replace("weight", "by='turn', weight")])
     with pytest.raises(UserError, match="rewards.p.by = 'turn': a checkpoint's model reads"):
         load_reward_models(turns, parts_of(turns), make_mesh())
-    table = checked(RewardModelTable, "rewards.p", {"path": "x", "by": "progress"})
-    task = load_config(None, ["data.task=sequence", "data.difficulty=1"])
-    with pytest.raises(UserError, match="completions of a task have no lines that would be steps"):
-        check_steps("rewards.p", table, task)
-    check_steps("rewards.p", table, config)
 
 
 def in_steps(text, prompt=PROMPT):

@@ -17,7 +17,7 @@ from jrl.episodes.transcript import Segment, Transcript
 from jrl.errors import UserError
 from jrl.models.tokenizer import char_tokenizer
 from jrl.run.contents import check_contents, contents_of
-from jrl.setup.kinds import RunData
+from jrl.setup.kind import RunData
 from jrl.types import Prompt, StopReason
 
 

@@ -4,6 +4,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from small_policy import save_letters_model
 
@@ -11,6 +12,7 @@ import jrl
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.methods import (
+    Between,
     Curriculum,
     Method,
     Plan,
@@ -63,6 +65,16 @@ def planned(further, members=lambda group: 2):
 
 def chosen(choose, update=lambda state, outcome: state):
     return GRPO.with_(curriculum=Curriculum(lambda table: jnp.zeros(table.rows), choose, update))
+
+
+def between(run, uses=("draw",), **more):
+    return chosen(best).with_(
+        curriculum=Curriculum(
+            lambda table: jnp.zeros(table.rows),
+            best,
+            between=Between(2, run, uses=frozenset(uses), **more),
+        )
+    )
 
 
 def best(state, query):
@@ -150,6 +162,32 @@ WRONG = {
         lambda: chosen(best, update=lambda state, outcome: (state, outcome.rate)),
         r"curriculum.update returned another state",
     ),
+    "between: a function": (
+        lambda: chosen(best).with_(
+            curriculum=Curriculum(lambda t: jnp.zeros(t.rows), best, between=lambda s, tools: s)
+        ),
+        r"curriculum.between = <function .*; must be a jrl.methods.Between or None",
+    ),
+    "between: arguments": (
+        lambda: between(lambda state: state),
+        r"curriculum.between.run: .*must take \(state, tools\)",
+    ),
+    "between: a tool": (
+        lambda: between(lambda state, tools: state, uses=("drwa",)),
+        r"curriculum.between.uses = 'drwa'; did you mean 'draw'\?",
+    ),
+    "between: nothing": (
+        lambda: between(lambda state, tools: None),
+        r"curriculum.between.run returned None; return the state with the same leaves",
+    ),
+    "between: shapes of tests": (
+        lambda: between(lambda s, tools: s + tools.draw(jnp.arange(5), 2).success()[:3].sum(2)),
+        r"test_own_parts.py, line \d+: .*axis 2 is out of bounds",
+    ),
+    "between: counts": (
+        lambda: between(lambda state, tools: state, counts=lambda state: 3),
+        r"curriculum.between.counts returned 3; return numbers by name",
+    ),
     "network: nothing": (
         lambda: GRPO.with_(network=lambda network: None),
         r"network returned None; return a jrl.Network",
@@ -192,6 +230,15 @@ def test_parts_that_fit_are_taken(monkeypatch):
     plan = Plan(next=further, rounds=1, members=lambda group: 2)
     check(lambda: chosen(best).with_(plan=plan, edits=(edit,)), monkeypatch)
     check(lambda: jrl.methods.mopps(pool=16), monkeypatch)
+    tested = []
+
+    def test(state, tools):
+        rows = np.arange(tools.rows, dtype=np.int32)
+        tested.append(tools.draw(rows, 3).rewards.shape[:2])
+        return jnp.asarray(state) + 1
+
+    check(lambda: between(test, counts=lambda state: {"rows": float(len(state))}), monkeypatch)
+    assert tested == [(1024, 3)]
 
 
 # ---------------------------------------------------------------- on every kind of data
@@ -312,3 +359,92 @@ def test_methods_are_tried_on_every_kind_of_data(name, place, monkeypatch):
         return
     with pytest.raises(UserError, match="mood"):
         check(lambda: moods, monkeypatch, data)
+
+
+# ---------------------------------------------------------------- an environment's first turn
+
+TALK = '[{"role": "user", "content": prompt.text}]'
+FEEDBACK = 'Feedback([{"role": "user", "content": "go on"}], 1.0)'
+TURNS = {
+    "init: a state alone": ("prompt", f"s, {FEEDBACK}", "init: init returned Prompt"),
+    "init: a text": ("prompt, prompt.text", f"s, {FEEDBACK}", "init: messages are 'a\\?', not a"),
+    "step: feedback alone": (f"prompt, {TALK}", FEEDBACK, "step: step returned Feedback"),
+    "step: no messages": (f"prompt, {TALK}", "s, Feedback([], 1.0)", r"step: messages are \[\]"),
+    "step: a part more": (
+        f"prompt, {TALK}",
+        's, Feedback([{"role": "user", "content": "a"}], (1.0, 2.0))',
+        "step: 2 reward parts; the environment names 1",
+    ),
+    "step: a label": (
+        f"prompt, {TALK}",
+        's, {"messages": [{"role": "user", "content": "a"}], "labels": {"mood": 1}}',
+        "step: label mood is not declared",
+    ),
+    "step: a key": (f"prompt, {TALK}", 's, {"mesages": []}', "step: feedback has no mesages"),
+}
+EPISODES = {
+    "a role": ('await policy["cri" + "tic"]("a?")', "init: there is no role 'critic'"),
+    "no messages": ("await policy(3)", "init: messages are 3, not a text or a list of dicts"),
+    "a reward": ('await policy("a?"); return "good"', "step: reward is 'good', not a number"),
+    "an outcome": (
+        'await policy("a?"); return Outcome(1.0, metrics=3)',
+        "step: Outcome.metrics = 3, not a dict",
+    ),
+}
+
+
+def check_env_of(text, name, place, tmp_path):
+    (tmp_path / "mine.py").write_text("from jrl.episodes import *\n" + text)
+    data = [text.replace("PLACE", str(place)) for text in DATA["text"][1] if "rewards" not in text]
+    run = setup(load_config(None, [*data, f"data.env={tmp_path}/mine.py:{name}"]))
+    check_trainable(run)
+    check_own_parts(run)
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_what_an_environment_returns_is_tried_before_anything_compiles(name, place, tmp_path):
+    opened, answered, message = TURNS[name]
+    text = f"def init(prompt, seed):\n    return {opened}\n\n"
+    text += f"def step(s, reply):\n    return {answered}\n\n"
+    with pytest.raises(UserError, match=f"mine.py:env': {message}") as raised:
+        check_env_of(text + "def env():\n    return HostEnv(init, step)\n", "env", place, tmp_path)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", EPISODES)
+def test_so_is_an_episode(name, place, tmp_path):
+    body, message = EPISODES[name]
+    text = f"async def episode(policy, prompt):\n    {body}\n"
+    with pytest.raises(UserError, match=f"mine.py:episode': {message}"):
+        check_env_of(text, "episode", place, tmp_path)
+
+
+def test_an_environment_that_is_tried_is_closed_and_may_fail(place, tmp_path, caplog):
+    """It begins, is told the problem's answer, is closed, and shut down; its own error is none."""
+    text = f"""
+calls = []
+
+def init(prompt, seed):
+    calls.append("init")
+    return prompt, {TALK}
+
+def step(s, reply):
+    calls.append(reply.text)
+    raise ValueError("no number")
+
+def close(s):
+    calls.append("close")
+
+async def shutdown():
+    calls.append("shutdown")
+    with open({str(tmp_path / "calls")!r}, "w") as file:
+        file.write(" ".join(calls))
+
+def env():
+    calls.append("made")
+    begin = lambda step, split: calls.append(split)
+    return HostEnv(init, step, close, lifecycle=Lifecycle(begin, shutdown))
+"""
+    check_env_of(text, "env", place, tmp_path)
+    assert (tmp_path / "calls").read_text() == "made shutdown made train init b close shutdown"
+    assert "a first turn failed: ValueError: no number" in caplog.text

@@ -113,6 +113,24 @@ def test_the_probability_of_an_answer_needs_answers_and_whole_rows(network):
         check_features({"contexts": "data.contexts = 2", "shared rows": "rows", **episodes})
 
 
+def test_models_that_pay_by_step_need_steps(network):
+    def model(by):
+        return f"rewards={{p={{function='model', path='rm', by='{by}'}}}}"
+
+    task = ("data.task=sequence", "data.difficulty=1")
+    for by in ("step", "progress"):
+        with pytest.raises(UserError, match=f"rewards.p.by = '{by}' does not go with data.task"):
+            check_features(of_config(network, *task, model(by)))
+        check_features(of_config(network, "data.train=x.jsonl", model(by)))
+    for lines in (task, ("data.train=x.jsonl",)):
+        with pytest.raises(
+            UserError, match='rewards.p.by = "turn" needs episodes: other data have'
+        ):
+            check_features(of_config(network, *lines, model("turn")))
+    episodes = ("data.train=x.jsonl", "data.env=own.py:env")
+    check_features(of_config(network, *episodes, model("turn")))
+
+
 def test_data_that_give_completions_play_no_plan():
     plan = get_method("dars").plan
     plans = [kind_of(load_config(None, [*line])).played(plan) for line in EACH_KIND]

@@ -19,7 +19,8 @@ from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.run.compare import compare
 from jrl.serving.launch import served_policy
-from jrl.setup.kinds import EpisodeKind, RunData, kind_of
+from jrl.setup.kind import RunData
+from jrl.setup.kinds import EpisodeKind, kind_of
 from jrl.setup.objective import method_of
 from jrl.setup.reward_parts import parts_of
 from jrl.train import build
