@@ -91,14 +91,14 @@ APART = {
 
 @pytest.mark.parametrize("line", APART)
 def test_parts_that_do_not_go_together_are_named_as_the_run_names_them(line, tmp_path):
-    model = checkpoint(tmp_path / "model", chat=True)
+    model = checkpoint(tmp_path / "model")
     (tmp_path / "a.jsonl").write_text(lines([{"question": "a?", "answer": "1"}]))
     text = (
         "async def episode(policy, prompt):\n    await policy('Name a number.')\n    return 1.0\n"
     )
     (tmp_path / "mine.py").write_text(text)
     config = [f"model.path={json.dumps(str(model))}", f"data.train={tmp_path / 'a.jsonl'}"]
-    config += [f"data.env={json.dumps(f'{tmp_path}/mine.py:episode')}", "train.prompts=1"]
+    config += [f"data.env={json.dumps(f'{tmp_path}/mine.py:episode')}", "data.max_prompt_tokens=64"]
     assert obstacles(load_config(None, config)) == []
     config = load_config(None, [*config, *APART[line]])
     with pytest.raises(UserError) as caught:
