@@ -350,14 +350,12 @@ def with_advantages(d, advantage):
 
 
 def means(d, weigh, each):
-    rows = [[each((n, i, t)) for t in tokens] for n, i, tokens in sequences(d)]
-    if weigh == "tokens":
-        every = [x for row in rows for x in row]
-        return sum(every) / max(len(every), 1)
-    return sum(np.mean(row) for row in rows) / max(len(rows), 1)
+    """``mean_over`` of ``each`` of a place (n, i, t)."""
+    return mean_over(d, lambda *at: each(at), weigh)
 
 
 def log_ratio(d, at):
+    """log(pi / mu) at a token (n, i, t), nats."""
     return d.logprobs[at] - d.sampler_logprobs[at]
 
 
@@ -377,11 +375,9 @@ def lower(d, rng):
 
 
 def sum_of_scores(d, advantage, divide):
-    """-sum A log pi over the live tokens; ``advantage`` of a place (n, i, t)."""
-    rows = sequences(d)
-    total = sum(advantage(n, i, t) * d.logprobs[n, i, t] for n, i, tokens in rows for t in tokens)
-    count = len(rows) if divide == "sequences" else sum(len(tokens) for _, _, tokens in rows)
-    return -total / max(count, 1)
+    """-sum A log pi over the live tokens, divided by the number of "sequences" or "tokens"."""
+    rows = "sums" if divide == "sequences" else "tokens"
+    return mean_over(d, lambda *at: -advantage(*at) * d.logprobs[at], rows)
 
 
 def full(seed, **kwargs):

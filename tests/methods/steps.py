@@ -36,6 +36,7 @@ def earned(d, n, i):
 
 
 def live_tokens(d):
+    """(n, i) of each member with a live token -> the places of those."""
     n, g, t = d.mask.shape
     steps_by_member = {}
     for i, j in np.ndindex(n, g):
@@ -66,6 +67,7 @@ def estimates(d, *, beta, discount, decay, whiten):
 
 
 def with_nucleus(d, rng):
+    """Statistics that ``nlpo`` brings along."""
     d.in_nucleus = (rng.random(d.mask.shape) < 0.7).astype(np.float64)
     for name in ("nucleus_logprob", "rollout_nucleus_logprob"):
         setattr(d, name, numbers(rng, *d.mask.shape, scale=0.3, shift=-1.0))
