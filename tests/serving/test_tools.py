@@ -514,3 +514,21 @@ def test_a_named_function_and_a_thought_are_translated():
     assert body["tool_choice"] == {"type": "function", "function": {"name": "double"}}
     shape = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
     assert body["response_format"] == shape
+
+
+def test_a_session_of_responses_is_trained_on_id_for_id(tmp_path):
+    recorder = Recorder(tmp_path)
+    recorder.begin({"model": "m", "version": 0})
+    request = {"model": "m", "tools": [FLAT], "metadata": {"session_id": "task"}}
+    asked = [{"role": "user", "content": "Double 4 and 5."}]
+    with contextlib.closing(recorder), serving(CALLS, "18", recorder=recorder) as (client, _):
+        first = client.responses.create(**request, input=asked)
+        assert first.session_id == "task"
+        results = [
+            {"type": "function_call_output", "call_id": item.call_id, "output": "9"}
+            for item in first.output
+        ]
+        history = [*asked, *(item.model_dump() for item in first.output), *results]
+        client.responses.create(**request, input=history)
+    ((row,),) = read_recorded(tmp_path).groups
+    assert [Talker().decode(s.tokens) for s in row.segments] == [CALLS, "9\n9\n", "18"]
