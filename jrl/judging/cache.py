@@ -39,13 +39,21 @@ class Reply(NamedTuple):
 
     def verdict_for(self, question: Question) -> Any:
         """The verdict of a question of the same words, whose row may have another answer."""
-        return self.verdict if question.read == self.read else question.read(self.text)
+        return self.verdict if question.read == self.read else _verdict(question, self.text)
 
 
 def reply_of(text: Any, question: Question) -> Reply | None:
     """The reply to a question; None where no verdict is in it."""
-    verdict = question.read(text) if isinstance(text, str) else None
+    verdict = _verdict(question, text) if isinstance(text, str) else None
     return None if verdict is None else Reply(text, question.read, verdict)
+
+
+def _verdict(question: Question, text: str) -> Any:
+    """The verdict in a reply; None where there is none, or where the reader raises."""
+    try:
+        return question.read(text)
+    except Exception:  # a form of one's own, or one that did not foresee such a reply
+        return None
 
 
 def verdicts_of(entries: Iterable[QuestionVote], replies: Iterable[Reply | None]) -> list[Any]:

@@ -159,6 +159,24 @@ def test_what_cannot_be_read_is_counted_and_no_number(response, tmp_path):
             counted(counts, calls=1, unreadable=1)
 
 
+def test_a_reader_that_raises_costs_its_own_question():
+    """In a thread its error would be lost, and the question waited for until the time is over."""
+
+    def raises(reply):
+        return 1 / 0
+
+    (fine,) = questions("a")
+    with judge_server(lambda body, number: "Score: 10") as (url, _):
+        mine = client(url, seconds=20.0)
+        begun = time.monotonic()
+        same_words = fine.question._replace(read=raises)
+        asked = [fine, QuestionVote(same_words), QuestionVote(same_words, vote=1)]
+        verdicts, counts = mine.verdicts(asked)
+        assert time.monotonic() - begun < 10
+    assert verdicts == [1.0, None, None]
+    counted(counts, calls=2, unreadable=1)
+
+
 def test_slow_ones_cost_their_own_samples():
     go_on = threading.Event()
 
