@@ -184,25 +184,28 @@ def updates(config):
     """Two optimiser updates of two weights, by two gradients."""
     optimizer = build.setup(config).optimizer
     params = {"w": jnp.array([1.0, -2.0])}
-    state, weights = optimizer.init(params), []
+    state, weights, update = optimizer.init(params), [], jax.jit(optimizer.update)
     for gradient in ([3.0, 4.0], [-1.0, 0.5]):
-        change, state = optimizer.update({"w": jnp.array(gradient)}, state, params)
+        change, state = update({"w": jnp.array(gradient)}, state, params)
         weights += change["w"].tolist()
     return weights
 
 
+def five_logprobs(params):
+    """Log-probabilities of five tokens."""
+    logits = np.array([[0.0, 1.0, 2.0, 3.0, -4.0]], np.float32)
+    return np.asarray(jax.jit(sampling_logprobs)(logits, params)).tolist()
+
+
 def sampling_params(config):
-    """Log-probabilities of five tokens in training."""
-    logits = jnp.array([[0.0, 1.0, 2.0, 3.0, -4.0]])
-    return np.asarray(sampling_logprobs(logits, build.setup(config).sampling_params)).tolist()
+    """Log-probabilities in training."""
+    return five_logprobs(build.setup(config).sampling_params)
 
 
 def eval_sampling_params(config):
     """The same in evaluation."""
-    logits = jnp.array([[0.0, 1.0, 2.0, 3.0, -4.0]])
     source = run_source(build.setup(config), None, split="eval")
-    params = source.draw.keywords["sampling_params"]
-    return np.asarray(sampling_logprobs(logits, params)).tolist()
+    return five_logprobs(source.draw.keywords["sampling_params"])
 
 
 def mesh(config):

@@ -872,12 +872,20 @@ def test_an_episode_is_passed_in_python(place, tmp_path):
     )
     assert result.metrics[-1]["turns"] == 16
 
+
+def test_what_is_no_episode_is_said_in_python(place, tmp_path):
+    rows = [{"question": "What is 1 + 1?", "answer": "2"}]
+
     async def alone(prompt):
         return 0.0
 
     with pytest.raises(UserError, match=r"alone\(prompt\) must take policy and prompt"):
-        fit(rows, env=alone, model=place / "model", config=sizes, dir=tmp_path / "wrong")
+        fit(rows, env=alone, model=place / "model", dir=tmp_path / "wrong")
     assert not (tmp_path / "wrong").exists()
+
+    async def episode(policy, prompt):
+        return 0.0
+
     with pytest.raises(UserError, match="is an episode, which is played on the host about prompts"):
         fit(env=episode, model=place / "model", dir=tmp_path / "none")
 

@@ -54,14 +54,17 @@ def scored(network, params, batch):
             {"policy": params}, batch, sampling_params, network=network, value=None, want=want
         )
 
-    return lambda sampling_params, params=params, batch=batch: run(params, batch, sampling_params)
+    return lambda sampling_params, params=params, batch=batch: jax.device_get(
+        run(params, batch, sampling_params)
+    )
 
 
 def single(batch, i, j):
     """One sequence alone, prompt and completion without a gap: tokens [1, 8], place, live."""
-    q, m = int(batch.prompt_lengths[i]), int(batch.lengths[i, j])
+    q, m = np.asarray(batch.prompt_lengths)[i], np.asarray(batch.lengths)[i, j]
     tokens = np.zeros((1, 8), np.int32)
-    tokens[0, : q + m] = [*batch.prompt_tokens[i, :q], *batch.tokens[i, j, :m]]
+    prompts, drawn = np.asarray(batch.prompt_tokens), np.asarray(batch.tokens)
+    tokens[0, : q + m] = [*prompts[i, :q], *drawn[i, j, :m]]
     positions = np.arange(8, dtype=np.int32)[None]
     return tokens, positions, (positions < q + m).astype(np.int32), slice(q - 1, q + m - 1)
 
@@ -84,13 +87,13 @@ def alone(network, params, batch):
 
 @pytest.mark.parametrize("sampling_params", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS.keys())
 def test_against_single_sequences(scored, alone, batch, sampling_params):
-    stats = scored(sampling_params)
+    stats, drawn = scored(sampling_params), np.asarray(batch.tokens)
     assert set(stats) == BOTH
     any_dropped = False
     for i, group in enumerate(alone):
         for j, logits in enumerate(group):
             for t, x in enumerate(logits):
-                token = int(batch.tokens[i, j, t])
+                token = drawn[i, j, t]
                 x = x / float(sampling_params.temperature)
                 in_support = np.ones(len(x), bool)
                 if sampling_params.truncates:
@@ -584,20 +587,19 @@ def test_several_outputs_are_those_of_one_each(network, params, batch, make):
         picked = {"weight": head["weight"][:, k], "bias": head["bias"][k]}
         return picked if make is value_head else value_params | {"head": picked}
 
-    def run(value, value_params, statistics=()):
-        trees = {"policy": params, "value": value_params}
+    def scored_by(value, *statistics):
         want = frozenset({"values"})
-        plain = make_sampling_params()
-        scoring = partial(
-            score, network=network, value=value, want=want, statistics=tuple(statistics)
+        scoring = partial(score, network=network, value=value, want=want, statistics=statistics)
+        compiled = jax.jit(scoring)
+        return lambda params_of_value: compiled(
+            {"policy": params, "value": params_of_value}, batch, make_sampling_params()
         )
-        return jax.jit(scoring)(trees, batch, plain)
 
-    got = run(value, value_params, [value_output(1), value_output(2, start=True)])
+    got = scored_by(value, value_output(1), value_output(2, start=True))(value_params)
     assert set(got) == {"values", "values_1", "rollout_values_2"}
-    live = np.asarray(batch.mask)
+    live, of_one = np.asarray(batch.mask), scored_by(one(network))
     for k, name in enumerate(("values", "values_1", "rollout_values_2")):
-        expected = run(one(network), part(k))["values"]
+        expected = of_one(part(k))["values"]
         np.testing.assert_allclose(
             np.asarray(got[name])[live], np.asarray(expected)[live], atol=1e-5
         )

@@ -323,19 +323,20 @@ def test_logprob_diff_is_of_the_first_update(world, batch, network, params):
 
 def test_batch_metrics_against_numpy(make_batch):
     rng = np.random.default_rng(1)
-    members = jnp.ones((4, 3), bool).at[0, 2].set(False).at[3].set(False)
+    members = np.ones((4, 3), bool)
+    members[0, 2] = members[3] = False
+    rewards = rng.normal(size=(4, 3, 2)).astype(np.float32)
+    rewards[0, 2] = np.nan  # what does not count may be anything
     batch = make_batch(
         g=3,
-        rewards=rng.normal(size=(4, 3, 2)).astype(np.float32),
+        rewards=rewards,
         reward_weights=np.array([1.0, 0.25], np.float32),
         members=members,
     )
-    # What does not count may be anything.
-    batch = batch.replace(
-        rewards=batch.rewards.at[0, 2].set(jnp.nan),
-        stats={"sampler_logprobs": jnp.where(batch.mask, batch.stats["sampler_logprobs"], 9.0)},
-    )
-    got = batch_metrics(batch)
+    logprobs = np.where(batch.mask, batch.stats["sampler_logprobs"], np.float32(9))
+    batch = batch.replace(stats={"sampler_logprobs": logprobs})
+    metrics_of = jax.jit(batch_metrics)
+    got = metrics_of(batch)
     live = np.asarray(members)
     scores = np.asarray(batch.rewards, np.float64) @ [1.0, 0.25]
     lengths, truncated = np.asarray(batch.lengths), np.asarray(batch.truncated)
@@ -355,7 +356,7 @@ def test_batch_metrics_against_numpy(make_batch):
     for name, value in expected.items():
         np.testing.assert_allclose(got[name], value, rtol=1e-5, err_msg=name)
     assert 0 < expected["truncated"] < 1
-    none = batch_metrics(batch.replace(members=jnp.zeros_like(members)))
+    none = metrics_of(batch.replace(members=np.zeros_like(members)))
     none.pop("padding")  # the network reads them all the same
     assert all((np.asarray(x) == 0).all() for x in none.values())
 

@@ -184,14 +184,8 @@ def own_draws(bag, params, batch):
     """The batch as if the policy had drawn it: with its own log-probabilities."""
     from jrl.train.score import score
 
-    scores = score(
-        {"policy": params},
-        batch,
-        make_sampling_params(),
-        network=bag,
-        value=None,
-        want=frozenset({"logprobs"}),
-    )
+    scored = jax.jit(partial(score, network=bag, value=None, want=frozenset({"logprobs"})))
+    scores = scored({"policy": params}, batch, make_sampling_params())
     return batch.replace(stats={"sampler_logprobs": scores["logprobs"]})
 
 
