@@ -5,8 +5,8 @@
 
 A row is {"messages": [...], "reward": 0.7}, or with "rewards", one number for each message of the
 assistant. Each such message becomes the tokens that a policy would have sampled there: the ids that
-the chat template writes for it, up to the token that ends the turn. ``episodes.recorded`` makes rows
-of them, without log-probabilities, of version -1. If the template renders earlier messages
+the chat template writes for it, up to the token that ends the turn. ``episodes.recorded`` makes
+rows of them, without log-probabilities, of version -1. If the template renders earlier messages
 differently once more follow, as those that drop thinking do, a new row of the episode begins.
 
 What the user and the system say is data and never a control token. The assistant's own words may

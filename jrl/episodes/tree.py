@@ -4,8 +4,8 @@
     nodes = plan.select(tree)
 
 ``rounds`` grows trees by them; its caller samples and scores the steps. A node is a step; the root
-is the prompt. Methods read the results of a search: values of nodes (``deepsearch``, ``alphamath``),
-siblings (``mcts_dpo``, ``step_q``, ``tp_llama``).
+is the prompt. Methods read the results of a search: values of nodes (``deepsearch``,
+``alphamath``), siblings (``mcts_dpo``, ``step_q``, ``tp_llama``).
 """
 
 from __future__ import annotations
