@@ -136,7 +136,9 @@ class Tools:
             parts.append(to_host(self._source.draw(request)))
         ask = new_ask(tickets, tickets, count)
         origin = Origin(tickets, tickets, numbers((ask,)), uses((ask,)), np.int32(0), {})
-        return place(join_groups(parts), origin, self._setting.weights, self._setting.judge)
+        return place(
+            join_groups(parts), origin, self._setting.weights, self._setting.accuracy_column
+        )
 
     def write(self, rows: np.ndarray, count: int) -> list[Written]:
         """As ``RoundTools.write``, without unusable problems and those that the run already has."""

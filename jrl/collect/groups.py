@@ -48,7 +48,7 @@ class PlacedGroups(struct.PyTreeNode):
       use: [m, M] int32, ``TRAIN``, ``BASELINE`` or ``ASIDE``.
       selected: [m, M] bool, False for members that an edit removed.
       round: [m, M] int32, the round of the plan that asked for the member; 0 for the first.
-      judge: static, column of the reward part that defines success; None for the score.
+      accuracy_column: static, of the reward part that defines success; None for the score.
     """
 
     rollout: Rollout
@@ -62,7 +62,7 @@ class PlacedGroups(struct.PyTreeNode):
     use: Array
     selected: Array
     round: Array
-    judge: int | None = struct.field(pytree_node=False, default=None)
+    accuracy_column: int | None = struct.field(pytree_node=False, default=None)
 
     def live(self) -> Array:
         """[m] bool: places that have a group."""
@@ -82,7 +82,11 @@ class PlacedGroups(struct.PyTreeNode):
 
     def success(self) -> Array:
         """[m, M] float32: the reward part that defines success, or the score if there is none."""
-        return self.score() if self.judge is None else self.rewards[:, :, self.judge]
+        return (
+            self.score()
+            if self.accuracy_column is None
+            else self.rewards[:, :, self.accuracy_column]
+        )
 
     def sizes(self) -> Array:
         """[m] int32: members sampled for training."""
@@ -130,14 +134,14 @@ class Origin(NamedTuple):
     prior: Mapping[str, Any]
 
 
-def place(sampled: Any, origin: Origin, weights: Any, judge: int | None) -> PlacedGroups:
+def place(sampled: Any, origin: Origin, weights: Any, accuracy_column: int | None) -> PlacedGroups:
     """The groups of a first draw, a place for each and a column for each of their members.
 
     Args:
       sampled: a source's ``Groups`` of A tickets, or of A times the players.
       origin: of the A tickets.
       weights: [R] float32.
-      judge: the column of the reward part that defines success; None for the score.
+      accuracy_column: of the reward part that defines success; None for the score.
     """
     shape = sampled.rollout.lengths.shape
     players = shape[0] // origin.ticket.shape[0]
@@ -158,7 +162,7 @@ def place(sampled: Any, origin: Origin, weights: Any, judge: int | None) -> Plac
         use=xp.broadcast_to(use[None], shape).astype(np.int32),
         selected=xp.ones(shape, bool),
         round=xp.zeros(shape, np.int32) + xp.asarray(origin.round, np.int32),
-        judge=judge,
+        accuracy_column=accuracy_column,
     )
 
 

@@ -181,7 +181,7 @@ def _with_text(
     fits = {"limit": jnp.broadcast_to(most, members.number.shape), "fits": True}
     members = members.replace(**fits)
     rollout, labels, counts = sample(appended(under, ask.prefix), members, ask)
-    return behind_prefix(rollout, ask.prefix), labels, counts
+    return with_prefix(rollout, ask.prefix), labels, counts
 
 
 def appended(prompts: Tokens, more: Tokens) -> Tokens:
@@ -195,7 +195,7 @@ def appended(prompts: Tokens, more: Tokens) -> Tokens:
     return Tokens(ids, (prompts.lengths + more.lengths).astype(jnp.int32))
 
 
-def behind_prefix(rollout: Rollout, prefix: Tokens) -> Rollout:
+def with_prefix(rollout: Rollout, prefix: Tokens) -> Rollout:
     """Completions that begin with a prefix that was not sampled; T columns as before.
 
     Sampled tokens keep their log-probabilities and versions; the prefix has mask False, version -1.

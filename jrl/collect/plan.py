@@ -79,7 +79,7 @@ class Setting(NamedTuple):
       prompts: N.
       group: G.
       weights: [R] float32, of the reward parts.
-      judge: column of the reward part that defines success; None for the score.
+      accuracy_column: of the reward part that defines success; None for the score.
       order: tickets [n] -> rows [n], the data's own order, without a curriculum; a ``Collector``
         takes that of its source.
       tools: (root key) -> tools of the data for plans; None without any.
@@ -93,7 +93,7 @@ class Setting(NamedTuple):
     prompts: int
     group: int
     weights: Any
-    judge: int | None = None
+    accuracy_column: int | None = None
     order: Callable[[Any], Any] = same_rows
     tools: Callable[[Any], Any] | None = None
     table: Table | None = None
@@ -198,7 +198,7 @@ def rest_of_step(
       (groups with the method's rewards, the collector's state, counts). With ``Plan.next`` places
       and columns are the bounds in a compiled run, and those asked for on the host.
     """
-    groups = place(first_groups, first.origin, setting.weights, setting.judge)
+    groups = place(first_groups, first.origin, setting.weights, setting.accuracy_column)
     if setting.method.plan.next is None:
         view = view_of(0, first.collected, now, setting)
         return setting.method.rewards(groups, view), first.collected, first_groups.counts
@@ -342,7 +342,7 @@ def _put(
 ) -> PlacedGroups:
     """The groups with the members that one request of a round sampled."""
     origin = Origin(asks[0].ticket, asks[0].row, numbers(asks), uses(asks), number, prior)
-    new = place(sampled, origin, groups.weights, groups.judge)
+    new = place(sampled, origin, groups.weights, groups.accuracy_column)
     return put_members(groups, new, origin, base)
 
 

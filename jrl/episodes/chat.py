@@ -1,10 +1,10 @@
-"""Messages of an environment as token ids: the opening of an episode, and what follows a turn.
+"""Messages of an environment as token ids: the opening of an episode, and answers after a turn.
 
-A conversation grows by ids alone: the prompt, what the policy drew, the ids of the answer, what it
-drew next. The ids of an answer are those that the chat template writes behind an assistant's turn,
-taken from a conversation of placeholders, so that nothing that was drawn is rendered or encoded
-again. The frame of a message (role, control tokens) is the template's; its content comes from
-outside and is encoded by ``encode_framed``, so that it can never become a control token.
+A conversation grows by ids only: the prompt, the sampled turn, the answer's ids, the next turn. The
+ids of an answer are those that the chat template writes after an assistant's turn, taken from a
+conversation of placeholders, so that sampled tokens are never rendered or encoded again.
+The frame of a message (role, control tokens) is the template's; its content comes from outside and
+is encoded by ``encode_framed``, so that it can never become a control token.
 """
 
 from __future__ import annotations
@@ -347,7 +347,7 @@ class ChatFormat:
         """Compares the parts with complete renderings of one, two and three turns."""
         message = plain_names({"role": role, "content": "It is 42."}, 0)
         assistant, where = self._frame_of(role, [message]), "the complete conversation"
-        behind = []
+        endings = []
         # Three, since some templates treat the last turn, or the first answer, unlike the others.
         for rounds in (1, 2, 3):
             talk = [_QUESTION, *[assistant, message] * rounds]
@@ -355,10 +355,10 @@ class ChatFormat:
             opening = self._frames.render(talk[:1], prompt=False)
             # What was shown first must stay, or the policy reads what the template never writes.
             self._same(role, opening, text[: len(opening)], "what came first, with more behind it")
-            behind.append(text[self._end(role, text)[1] :])
-        if behind[1] != behind[2]:  # every answer has another frame
-            self._same(role, self.following([message], closed=True), behind[1], where)
-        for first, text in zip((True, False, False), behind, strict=True):
+            endings.append(text[self._end(role, text)[1] :])
+        if endings[1] != endings[2]:  # every answer has another frame
+            self._same(role, self.following([message], closed=True), endings[1], where)
+        for first, text in zip((True, False, False), endings, strict=True):
             self._same(role, self.following([message], closed=True, first=first), text, where)
 
     def _same(self, role: str, ours: Sequence[int] | str, text: str, where: str) -> None:

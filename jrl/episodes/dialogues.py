@@ -4,11 +4,10 @@
     print(dialogues.counts)
 
 A row is {"messages": [...], "reward": 0.7}, or with "rewards", one number for each message of the
-assistant. Each such message becomes what a policy would have drawn behind the messages before it:
-the ids that the chat template writes for it, up to the token that ends the turn. From there on they
-are what ``episodes.recorded`` makes rows of, without log-probabilities, of version -1. Where the
-template writes earlier messages otherwise once more follow, as those that drop thinking do, a new
-row of the episode begins.
+assistant. Each such message becomes the tokens that a policy would have sampled there: the ids that
+the chat template writes for it, up to the token that ends the turn. ``episodes.recorded`` makes
+rows of them, without log-probabilities, of version -1. If the template renders earlier messages
+differently once more follow, as those that drop thinking do, a new row of the episode begins.
 
 What the user and the system say is data and never a control token. The assistant's own words may
 hold tokens such as "<think>" that models write, but none that the tokenizer marks special.

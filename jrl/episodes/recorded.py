@@ -44,7 +44,7 @@ class RecordedCounts(NamedTuple):
       rows: transcripts, of which an episode has several where it was split.
       rewarded: episodes that were given a reward.
       rerendered: splits where a prompt begins with an earlier prompt but not with the ids drawn
-        behind it, as where a chat template writes them otherwise.
+        after it, because the chat template renders them differently.
       restarted: other splits, such as where a client shortened the history.
       other: completions of another distribution than was asked for; they are context alone.
       broken: lines that a kill or a full disk cut.
@@ -168,7 +168,7 @@ def _link(nodes: Sequence[RecordedCompletion]) -> None:
         # The longest past: its tokens are the ones that the policy read, so the row continues id
         # for id.
         best = max(joined, key=lambda other: (len(other.whole), other.number), default=None)
-        # A longer prompt that this one begins with, but not with what was drawn behind it.
+        # An earlier prompt that this one begins with, but not with the tokens sampled after it.
         inside = [
             other
             for other in before

@@ -1,7 +1,7 @@
 """The files of ``jrl serve --record``, read line by line; ``episodes.recorded`` makes rows of them.
 
-A file begins with a line {"kind": "server"} that says which weights drew. A line {"kind":
-"completion"} has a request's "prompt" and what was "drawn" behind it, in ids, with "logprobs" under
+A file begins with a line {"kind": "server"} that names the sampling weights. A line {"kind":
+"completion"} has a request's "prompt" and the ids "drawn" after it, with "logprobs" under
 the distribution in "sampling" and "versions" of the policy; "number" counts the completions of the
 file, and "seen" says how many of them there were when the request came. {"kind": "reward"} pays its
 session's newest completion.

@@ -2,7 +2,7 @@
 
     rounds = search_rounds([tree], search_plan("puct", 4))
     chosen = next(rounds)
-    chosen = rounds.send(steps)  # sampled behind the chosen nodes, and judged
+    chosen = rounds.send(steps)  # sampled after the chosen nodes, and scored
 
 A generator, since the steps of episodes arrive one after another: ``search`` drives it.
 """

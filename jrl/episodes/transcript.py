@@ -128,7 +128,7 @@ class RowShape(NamedTuple):
       prompt_tokens: P.
       completion_tokens: T, of one context.
       parts: R, reward parts.
-      contexts: C, which lie in a row one behind another, so that it has C * T columns.
+      contexts: C, concatenated in a row, which has C * T columns.
       labels: names of the numbers of episodes that become ids.
       token_labels: of those of tokens.
     """

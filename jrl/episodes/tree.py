@@ -3,10 +3,9 @@
     plan = search_plan("puct", 4, rounds=64)
     nodes = plan.select(tree)
 
-``rounds`` grows trees by them, whoever samples and judges the steps.
-A node is a step, its edge the draw of it; the root is the prompt. Methods read what a search leaves
-behind: values of nodes (``deepsearch``, ``alphamath``), siblings (``mcts_dpo``, ``step_q``,
-``tp_llama``).
+``rounds`` grows trees by them; its caller samples and scores the steps. A node is a step; the root
+is the prompt. Methods read the results of a search: values of nodes (``deepsearch``,
+``alphamath``), siblings (``mcts_dpo``, ``step_q``, ``tp_llama``).
 """
 
 from __future__ import annotations

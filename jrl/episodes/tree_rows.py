@@ -18,8 +18,8 @@ class TreeRows(NamedTuple):
 
     Attributes:
       siblings: of each node with children whose values differ: the path to it is part of the
-        prompt, the responses are steps, the scores their values, and "visits" says how many leaves
-        stand behind each. For ``mcts_dpo``, ``step_q``, ``tp_llama`` and other preferences.
+        prompt, the responses are steps, the scores their values, and "visits" the number of leaves
+        after each. For ``mcts_dpo``, ``step_q``, ``tp_llama`` and other preferences.
       paths: all paths that ended, as one row: the scores are their leaves' points; "steps" holds
         the sizes of each path's steps, tokens, and "step_values" their values. For ``prm``,
         ``rest_mcts`` and ``alphamath``. Empty where no path ended, and for episodes, of which a
@@ -88,12 +88,12 @@ def rows_of_tree(
 def _merged(tree: Tree) -> tuple[Tree, dict[int, int]]:
     """The tree with equal steps of a node as one, never visited, and where each node went to.
 
-    A search draws the same step more than once; that is one action, with all leaves behind it.
+    A search may sample the same step more than once; that is one action, with all their leaves.
     """
     merged, place, copy_of = Tree(), {0: 0}, {}
     for i, node in enumerate(tree.nodes[1:], 1):
         step = tree.step(i)
-        # Behind two summaries of one turn the policy sees two things, and samples from two nodes.
+        # After two summaries of one turn the policy sees different contexts: these are two nodes.
         after = () if step.restart is None else (-1, *_ids([step.restart]))
         at = (place[node.parent], *_ids([step.content]), *after)
         if at not in copy_of:

@@ -1,7 +1,7 @@
 """The process of one environment: the program that ``process.process_env`` starts.
 
-Free of everything but the standard library, because it runs by its path in whatever Python has the
-environment's own dependencies. It reads requests and writes answers as JSON, each behind its length
+It imports only the standard library, because it runs by its path in the Python that has the
+environment's own dependencies. It reads requests and writes answers as JSON, each after its length
 in eight bytes.
 """
 

@@ -79,8 +79,8 @@ class Evaluator:
 
     Args:
       run: from ``setup``.
-      pool: the reward functions, for a run on text; a completion is right when the part
-        ``run.rewards.judge`` gives at least one point. None when there is nothing to judge by.
+      pool: the reward functions, for a run on text; a completion is right if its
+        ``run.rewards.accuracy_part`` is at least 1. None if there are no functions.
 
     Raises:
       UserError: the held-out prompts have no column ``eval.variants_of``.
@@ -149,7 +149,7 @@ class Evaluator:
 def right_part(run: Run, names: Iterable[str]) -> int:
     """The column of an evaluation's reward parts, of these names, that says what is right."""
     listed = list(names)
-    return listed.index(run.rewards.judge) if run.rewards.judge in listed else 0
+    return listed.index(run.rewards.accuracy_part) if run.rewards.accuracy_part in listed else 0
 
 
 def load_policy(run: Run, checkpoint: int | None) -> tuple[Array, Params, int]:

@@ -79,7 +79,7 @@ def verifier_of(config: Config, by: str, reduce: str) -> Verifier:
             return params, partial(_by_judge, run, _judge_of(run), params, sizes)
         model = next(iter(run.rewards.models.values()), None)
         if by == "value":
-            model = model_of(run.config, run.mesh, 1, behind=True, checkpoint=checkpoint)
+            model = model_of(run.config, run.mesh, 1, after=True, checkpoint=checkpoint)
         if model is None:
             raise UserError(
                 "--by model: the run's reward models read whole texts and have no values of steps;"

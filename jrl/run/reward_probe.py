@@ -47,8 +47,10 @@ def reward_text(run: Run) -> str:
     tables = reward_tables(run.config)
     means = {short[name]: _meaning(name, tables[name]) for name in weights}
     parts = "; ".join(f"{name}: {text}" for name, text in means.items() if text)
-    several = len(weights) > 1 and run.rewards.judge and getattr(run.config.data, "eval", None)
-    judge = f"; accuracy is measured by rewards.{run.rewards.judge}" if several else ""
+    several = (
+        len(weights) > 1 and run.rewards.accuracy_part and getattr(run.config.data, "eval", None)
+    )
+    judge = f"; accuracy is measured by rewards.{run.rewards.accuracy_part}" if several else ""
     return f"reward = {total}" + (f" ({parts})" if parts else "") + judge
 
 

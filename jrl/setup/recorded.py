@@ -194,7 +194,7 @@ def _fits(
     length = len(row.opening) - prompt + sum(len(part.tokens) for part in row.segments)
     if length > most and data.overlong == "error":
         raise UserError(
-            f"{where(row)}: a row has {length} tokens behind its prompt, and "
+            f"{where(row)}: a row has {length} tokens after its prompt, and "
             f"sampling.max_new_tokens is {most}; raise it, or set data.overlong to drop"
         )
     return length <= most

@@ -54,7 +54,7 @@ class RunRewards(NamedTuple):
       weights: reward part -> weight, all parts in the order of the rewards' columns.
       givers: reward part -> what computes it.
       combined: the parts computed from others, in an order in which they can be computed.
-      judge: the reward part that defines accuracy; "" if there is none.
+      accuracy_part: the reward part that defines accuracy; "" if there is none.
       models: reward models that read the policy's tokens, by reward part.
       text_models: reward models that read text with a tokenizer of their own, by reward part.
       judges: language models that score on the run's devices, except the policy, by reward part.
@@ -63,16 +63,16 @@ class RunRewards(NamedTuple):
     weights: dict[str, float]
     givers: Mapping[str, Giver] = NOTHING
     combined: tuple[Combined, ...] = ()
-    judge: str = ""
+    accuracy_part: str = ""
     models: Mapping[str, ModelReward] = NOTHING
     text_models: Mapping[str, TextModel] = NOTHING
     judges: Mapping[str, JudgeModel] = NOTHING
 
     @property
-    def judged(self) -> int | None:
-        """The column of the part that defines accuracy (``judge``); None if there is none."""
+    def accuracy_column(self) -> int | None:
+        """The column of ``accuracy_part``; None if there is none."""
         names = list(self.weights)
-        return names.index(self.judge) if self.judge in names else None
+        return names.index(self.accuracy_part) if self.accuracy_part in names else None
 
     def given_by(self, giver: Giver) -> tuple[str, ...]:
         """The names of the parts of a giver."""

@@ -131,7 +131,7 @@ def setting_of(run: Run) -> Setting:
         prompts=run.config.train.prompts,
         group=run.config.sampling.group,
         weights=list(run.rewards.weights.values()),
-        judge=run.rewards.judged,
+        accuracy_column=run.rewards.accuracy_column,
         tools=sources_of(run).tools(run),
         table=None if curriculum is None else table_of(run, curriculum),
         contexts=run.kind.contexts_of_plans,

@@ -80,7 +80,7 @@ def setup(config: Config, *, trains: bool = True) -> Run:
         params=params if model is None else start_params(config, model, run.network, params),
         data=data,
         rewards=load_reward_models(config, run.rewards, rollout_mesh or mesh)._replace(
-            judge=accuracy_part(config, kind.eval_parts),
+            accuracy_part=accuracy_part(config, kind.eval_parts),
             judges=load_judge_models(config, run.rewards, mesh, run.network.max_length),
         ),
     )

@@ -124,7 +124,7 @@ def make_iteration(
     slots: int = 0,
     chunk: int = 4,
     sampler: Network | None = None,
-    judge: int | None = None,
+    accuracy_column: int | None = None,
 ) -> Iteration:
     """One iteration, prompt to gradient, as pure functions.
 
@@ -140,7 +140,7 @@ def make_iteration(
       slots: completions decoded at a time; 0 takes all.
       chunk: decode steps between slot refills.
       sampler: the policy as completions are drawn from it; None for ``network``.
-      judge: the column of the reward part that says what is right; None for the score.
+      accuracy_column: of the reward part that defines success; None for the score.
 
     Raises:
       UserError: the method has work for a host.
@@ -157,7 +157,7 @@ def make_iteration(
         prompts=prompts,
         group=group,
         weights=jnp.array(list(weights.values()), jnp.float32),
-        judge=judge,
+        accuracy_column=accuracy_column,
         tools=device.tools(task),
         table=None if curriculum is None else pool_table(curriculum.pool),
     )

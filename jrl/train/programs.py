@@ -349,5 +349,5 @@ def make_train_iteration(run: Run) -> Iteration:
         prompts=run.config.train.prompts,
         group=run.config.sampling.group,
         slots=run.config.sampling.slots,
-        judge=run.rewards.judged,
+        accuracy_column=run.rewards.accuracy_column,
     )

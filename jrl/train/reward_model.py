@@ -123,11 +123,11 @@ def load_reward_models(config: Config, rewards: RunRewards, mesh: Mesh) -> RunRe
             continue
         check_reads_tokens(key, table, tables[name])
         theirs = [reward_run(config, f"{key}.path", path) for path in table.path]
-        behind = trains_reward(theirs[0])
+        after = trains_reward(theirs[0])
         labels = output_weights(theirs[0], table, key)
         if (table.path, labels) not in loaded_runs:  # passes of one model share its weights
             loaded_runs[table.path, labels] = [
-                model_of(one, mesh, parts, behind=behind, outputs=labels) for one in theirs
+                model_of(one, mesh, parts, after=after, outputs=labels) for one in theirs
             ]
         axis = int(theirs[0].value.kind == "networks")
         models[name] = one_of(loaded_runs[table.path, labels], table, config.seed, axis)
@@ -187,7 +187,7 @@ def model_of(
     mesh: Mesh,
     parts: int,
     *,
-    behind: bool,
+    after: bool,
     checkpoint: int | None = None,
     outputs: tuple[float, ...] = (1.0,),
 ) -> ModelReward:
@@ -197,14 +197,14 @@ def model_of(
       theirs: the run's configuration, with ``run.dir``.
       mesh: of the run that reads them.
       parts: see ``values``.
-      behind: whether values are those behind each token, as a reward model's; else before it.
+      after: whether values are those after each token, as a reward model's; else before it.
       checkpoint: a training step; None for the newest.
       outputs: [K] weights of the value network's numbers for a token.
     """
     shape = run_shape(theirs, kind_of(theirs).task)
     network = trained_network(theirs, shape, transformer(shape))
     value = make_value(theirs, network)
-    if behind:
+    if after:
         value = after_token(value)
     params = params_of(theirs, network, value, mesh, checkpoint)
     fixed = partial(values, network=network, value=value, parts=parts, outputs=outputs)

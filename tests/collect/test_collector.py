@@ -239,7 +239,7 @@ def test_a_curriculum_chooses_the_rows_and_learns_from_all_groups_drawn():
     curriculum = Curriculum(lambda table: np.zeros(1, np.float32), choose, update)
     method = editing(refill(max_rounds=2))._replace(curriculum=curriculum)
     table = Table(256, 1, np.zeros(256, np.int32))
-    setting = Setting(method, 2, G, WEIGHTS, judge=0, table=table)
+    setting = Setting(method, 2, G, WEIGHTS, accuracy_column=0, table=table)
     collector = Collector(script, setting, MESH)
     batch, _, cursor = collector.collect(KEY, {"policy": None}, step=3, cursor=100)
     assert [[rows for _, rows in script.calls]] == [[[200, 202], [204, 206]]]

@@ -345,7 +345,7 @@ def test_a_task_is_trained_alike_on_the_host_and_in_one_program(
         weights={"verify": 1.0},
         prompts=N,
         group=G,
-        judge=0,
+        accuracy_column=0,
     )
     start = fresh(), iteration.begin(fresh())
     run = quick_jit(partial(iterate, iteration, steps=STEPS))

@@ -120,7 +120,7 @@ def values_are_those_behind_tokens(config):
     run = build.setup(config, trains=False)
     prompt, completion = np.array([[4, 3, 2, 5]], np.int32), np.array([[2, 3, 4, 1]], np.int32)
     with jax.set_mesh(run.mesh):
-        model = model_of(config, run.mesh, 1, behind=True)
+        model = model_of(config, run.mesh, 1, after=True)
         complete, four = np.ones(1, bool), np.array([4], np.int32)
         demonstration = demonstration_rollout(prompt, four, completion, four, complete, 1)
         values = model.of_tokens(demonstration)[0, 0]

@@ -252,7 +252,7 @@ def sampled_tokens(config):
 
 def judge(config):
     """The reward part that accuracy is measured by."""
-    return (build.setup(config).rewards.judge,)
+    return (build.setup(config).rewards.accuracy_part,)
 
 
 def whole_run(config):

@@ -193,7 +193,7 @@ class _Recycler(NamedTuple):
             for j, sample in enumerate(samples[place]):
                 if sample is not None:
                     agrees = _agrees(float(verdicts[place]), sample.completion)
-                    rewards[place, j, groups.judge or 0] = agrees
+                    rewards[place, j, groups.accuracy_column or 0] = agrees
         # Batches are one shape, with questions and without.
         prior = {name: x for name, x in groups.prior.items() if name != VERDICT}
         return groups.replace(rewards=rewards, ids={**groups.ids, **silent}, prior=prior)
