@@ -12,9 +12,9 @@ import pytest
 from fuzzing import QUICK, anything, as_json, damaged, edits, outcome, places, replaced, settings
 from hypothesis import strategies as st
 
+from jrl.data.datasets import open_dataset
 from jrl.data.messages import Wording
 from jrl.data.prompts import build_prompts
-from jrl.data.sources import open_source
 from jrl.errors import UserError
 from jrl.models import hf
 from jrl.models.config import ModelConfig
@@ -190,7 +190,7 @@ def test_any_rows_become_prompts_or_are_refused(tmp_path, words, kind, data, pat
 
     def build():
         prompts, counts = build_prompts(
-            open_source(str(path)),
+            open_dataset(str(path)),
             Wording(words, template="plain"),
             answer_pattern=pattern,
             solution_key="solution" if bad == "skip" else None,
@@ -246,7 +246,7 @@ def test_what_is_sound_is_taken(checkpoint, words, steps, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question": "a b", "answer": 3}\n')
     wording = Wording(words, template="plain")
-    assert build_prompts(open_source(str(path)), wording, max_prompt_tokens=9)[1].used == 1
+    assert build_prompts(open_dataset(str(path)), wording, max_prompt_tokens=9)[1].used == 1
     assert Checkpoints(steps, 2).restore(STATE)[1]["cursor"] == 2
     with pytest.raises(UserError):
         hf.load(tmp_path)

@@ -6,7 +6,7 @@ import pytest
 from hub_mirror import COMMITS, add, lines
 
 from jrl import hub
-from jrl.data.sources import open_source
+from jrl.data.datasets import open_dataset
 from jrl.errors import UserError
 from jrl.hub import HubName, chosen_files, data_files, hub_name, model_directory, pinned_name
 from jrl.models.hf import read_config
@@ -131,7 +131,7 @@ def test_what_a_data_set_does_not_have(spec, tmp_path):
 def test_rows_of_a_data_set(cache):
     files = {"README.md": CARD, "socratic/a.jsonl": lines(ROWS[:2]), "socratic/b.jsonl": "\n"}
     path = add(cache, "openai/gsm8k", "dataset", files)
-    source = open_source("openai/gsm8k/socratic")
+    source = open_dataset("openai/gsm8k/socratic")
     assert [source[i] for i in range(len(source))] == ROWS[:2]
     assert source.where(1) == f"{path}/socratic/a.jsonl, line 2"
     assert data_files(hub_name("openai/gsm8k/socratic:train"), "data.train")[0].is_file()
@@ -139,7 +139,7 @@ def test_rows_of_a_data_set(cache):
     assert pinned == f"openai/gsm8k/socratic:train@{COMMITS['first']}"
     near = r"data.eval = 'openai/gsm9k/main': .*did you mean openai/gsm8k/main, which is there"
     with pytest.raises(UserError, match=near):
-        open_source("openai/gsm9k/main", key="data.eval")
+        open_dataset("openai/gsm9k/main", key="data.eval")
 
 
 def test_a_checkpoint_that_is_not_there_has_neighbours(cache, tmp_path):

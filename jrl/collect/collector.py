@@ -22,9 +22,9 @@ from jrl.collect.edit import edit_counts, edited, learned, mean_sizes, outcome_o
 from jrl.collect.groups import PlacedGroups, place_batch, to_batch
 from jrl.collect.packing import Packer
 from jrl.collect.plan import (
-    First,
-    Now,
+    FirstAsks,
     Setting,
+    StepKey,
     first_asks,
     host_rounds,
     new_collected,
@@ -174,12 +174,12 @@ class Collector:
         self.collected = self._next
         return step_groups
 
-    def _first(self, request: DrawRequest, cursor: int) -> tuple[Now, First]:
+    def _first(self, request: DrawRequest, cursor: int) -> tuple[StepKey, FirstAsks]:
         """The step and its first draw; a round of the curriculum may begin with it."""
         key: Any = request.key
         if not self._plain:
             key = np.asarray(jax.random.key_data(key) if _typed(key) else key)
-        now, collected = Now(key, request.step), self.collected.replace(cursor=np.int32(cursor))
+        now, collected = StepKey(key, request.step), self.collected.replace(cursor=np.int32(cursor))
         if self.setting.method.curriculum is not None:
             collected = self._rounds.begun(collected, request, self.setting)
         with on_host():
@@ -201,7 +201,7 @@ class Collector:
         return DrawRequest(key, weights, versions, np.int32(step), (), newer=newer)
 
     def _further(
-        self, first_groups: Groups, first: First, request: DrawRequest, now: Now
+        self, first_groups: Groups, first: FirstAsks, request: DrawRequest, now: StepKey
     ) -> StepGroups:
         """The step's groups: the first draw's, after the plan's further rounds and the edits."""
         if first.order is not None:

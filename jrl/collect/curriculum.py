@@ -23,9 +23,9 @@ from jrl.collect.plan import CollectState, Setting
 from jrl.collect.run_rows import prompt_seeds
 from jrl.collect.sources import Source, innermost, join_groups, to_host
 from jrl.collect.tree_search import estimates, value_estimate
+from jrl.data.datasets import MemoryRows
 from jrl.data.messages import Wording
 from jrl.data.prompts import build_prompts
-from jrl.data.sources import MemoryRows
 from jrl.episodes.host import EnvError
 from jrl.errors import UserError
 from jrl.setup.run import Run

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jrl.collect.groups import PlacedGroups, take, widened
-from jrl.collect.plan import CollectState, Now, Setting
+from jrl.collect.plan import CollectState, Setting, StepKey
 from jrl.errors import UserError
 from jrl.methods.curriculum import Curriculum, Outcome, Table
 from jrl.methods.edit import EditView, Stateless
@@ -22,7 +22,7 @@ from jrl.types import stream
 
 
 def edited(
-    groups: PlacedGroups, collected: CollectState, now: Now, setting: Setting
+    groups: PlacedGroups, collected: CollectState, now: StepKey, setting: Setting
 ) -> tuple[PlacedGroups, CollectState, Any]:
     """The groups that are trained on: N and those that edits added, live ones first.
 

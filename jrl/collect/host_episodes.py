@@ -51,7 +51,7 @@ _ROUNDS = 3
 class HostEpisodes(FromPrompts):
     """Groups of episodes; a ``Source``.
 
-    In addition to the ids of ``transcript.Rows`` it records "stratum" [N, G], the turns taken, and
+    In addition to the ids of ``EpisodeArrays`` it records "stratum" [N, G], the turns taken, and
     "answer" [N, G], a number for the final answer of the last turn.
 
     Args:

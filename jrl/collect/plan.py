@@ -101,7 +101,7 @@ class Setting(NamedTuple):
     in_order: Callable[[Any, int], Any] | None = None
 
 
-class Now(NamedTuple):
+class StepKey(NamedTuple):
     """The step that groups are sampled for.
 
     Attributes:
@@ -124,7 +124,7 @@ class Drawn(NamedTuple):
       groups: at their places.
       counts: of the draws, by name.
       collected: the collector's state after them.
-      used: as in ``First``.
+      used: as in ``FirstAsks``.
     """
 
     groups: PlacedGroups
@@ -133,12 +133,12 @@ class Drawn(NamedTuple):
     used: Any
 
 
-Rounds = Callable[[Draw, Drawn, Any, Now, Setting], tuple[Drawn, Any]]
+Rounds = Callable[[Draw, Drawn, Any, StepKey, Setting], tuple[Drawn, Any]]
 """(source, the first draw, the step's first ticket, step, constants) -> (all draws, [] float
 rounds)."""
 
 
-class First(NamedTuple):
+class FirstAsks(NamedTuple):
     """The first draw of a step.
 
     Attributes:
@@ -157,7 +157,7 @@ class First(NamedTuple):
     order: Any = None
 
 
-def first_asks(collected: CollectState, now: Now, setting: Setting) -> First:
+def first_asks(collected: CollectState, now: StepKey, setting: Setting) -> FirstAsks:
     """The first asks of a step."""
     plan, n = setting.method.plan, setting.prompts
     issued, after, used = issue(n, n, None, collected, now, setting)
@@ -171,15 +171,15 @@ def first_asks(collected: CollectState, now: Now, setting: Setting) -> First:
         order = np.argsort(np.concatenate(tickets))
     places = asks if order is None else (ask,)
     origin = Origin(ask.ticket, ask.row, numbers(places), uses(places), np.int32(0), issued.prior)
-    return First(asks, origin, after, used, order)
+    return FirstAsks(asks, origin, after, used, order)
 
 
 def rest_of_step(
-    first: First,
+    first: FirstAsks,
     first_groups: Any,
     draw: Draw,
     base: Any,
-    now: Now,
+    now: StepKey,
     setting: Setting,
     rounds: Rounds,
 ) -> tuple[PlacedGroups, CollectState, dict[str, Any]]:
@@ -210,7 +210,7 @@ def rest_of_step(
 
 
 def sample_step(
-    draw: Draw, collected: CollectState, now: Now, setting: Setting, rounds: Rounds
+    draw: Draw, collected: CollectState, now: StepKey, setting: Setting, rounds: Rounds
 ) -> tuple[PlacedGroups, CollectState, dict[str, Any]]:
     """``first_asks``, their draw, and ``rest_of_step``."""
     first = first_asks(collected, now, setting)
@@ -230,7 +230,7 @@ class Issued(NamedTuple):
 
 
 def issue(
-    entries: int, count: Any, used: Any, collected: CollectState, now: Now, setting: Setting
+    entries: int, count: Any, used: Any, collected: CollectState, now: StepKey, setting: Setting
 ) -> tuple[Issued, CollectState, Any]:
     """The next tickets and the problems that the curriculum chooses for them.
 
@@ -279,7 +279,7 @@ def _as_chosen(ask: Ask, choice: Selection) -> Ask:
     return ask.replace(**{name: x for name, x in chosen.items() if x is not None})
 
 
-def view_of(number: Any, collected: CollectState, now: Now, setting: Setting) -> StepView:
+def view_of(number: Any, collected: CollectState, now: StepKey, setting: Setting) -> StepView:
     """The view of a step that plans read."""
     key = jax.random.fold_in(stream(now.key, "plan", now.step), number)
     size = setting.prompts, setting.group
@@ -347,7 +347,7 @@ def _put(
 
 
 def traced_rounds(
-    draw: Draw, drawn: Drawn, base: Any, now: Now, setting: Setting
+    draw: Draw, drawn: Drawn, base: Any, now: StepKey, setting: Setting
 ) -> tuple[Drawn, Any]:
     """The plan's rounds in a compiled run: a loop whose body samples the bounds.
 
@@ -400,7 +400,7 @@ def bounds(groups: PlacedGroups, setting: Setting) -> tuple[int, int]:
 
 
 def host_rounds(
-    draw: Draw, drawn: Drawn, base: Any, now: Now, setting: Setting
+    draw: Draw, drawn: Drawn, base: Any, now: StepKey, setting: Setting
 ) -> tuple[Drawn, Any]:
     """The plan's rounds on the host, where only the requested members are sampled.
 

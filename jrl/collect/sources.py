@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from jrl.data.sources import order
+from jrl.data.datasets import order
 from jrl.errors import UserError
 from jrl.types import Params, Prompt, Rollout
 from jrl.types.asks import DrawRequest, new_ask

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jrl.data.tables import Source
+from jrl.data.tables import Dataset
 from jrl.errors import UserError
 from jrl.system.json_text import json_or_none
 
@@ -20,7 +20,7 @@ _SURE = 5
 
 
 def layout(
-    source: Source, question: str, answer: str | None, *, needs_answer: bool = True
+    source: Dataset, question: str, answer: str | None, *, needs_answer: bool = True
 ) -> tuple[str, str | None]:
     """The fields of question and answer, by the first row where they have their usual names.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from jrl.data.tables import Source
+from jrl.data.tables import Dataset
 from jrl.errors import UserError, unknown_choice
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class Overlong:
 
 
 def read_rows(
-    source: Source, read: Callable[[int, Mapping[str, Any], str], T | None], *, invalid: str
+    source: Dataset, read: Callable[[int, Mapping[str, Any], str], T | None], *, invalid: str
 ) -> tuple[list[T], str]:
     """What a function makes of the rows of a source.
 

@@ -33,7 +33,7 @@ _IS_TEXT = np.ones(256, np.int32)
 _IS_TEXT[list(b" \t\n\r\v\f")] = 0
 
 
-class JsonlSource:
+class JsonlDataset:
     """One JSON object on each line. Only the lines' offsets are kept in memory.
 
     Args:
@@ -76,7 +76,7 @@ class JsonlSource:
         return f"{self.path}, line {self._lines[index]}"
 
 
-class GzipSource(JsonlSource):
+class GzipDataset(JsonlDataset):
     """One JSON object on each line of a compressed file, which is decompressed to a temporary one.
 
     That file is in the directory for such files (``TMPDIR``), has no name, and is gone with the

@@ -12,20 +12,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jrl.data.datasets import Dataset
 from jrl.data.invalid import Overlong, TooLong, read_rows
 from jrl.data.messages import Wording, answer_message, read_tools
 from jrl.data.records import in_tokens, read_record, read_tokens, row_kind
-from jrl.data.sources import Source
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
 from jrl.types import Batch
 from jrl.user_code import load
 
 READINGS = {"goals": "jrl.zoo.methods.goals:GoalRows"}
-"""Need of a method -> (rows of pairs) -> the rows that it is trained on, a ``Source``."""
+"""Need of a method -> (rows of pairs) -> the rows that it is trained on, a ``Dataset``."""
 
 
-def rows_for(needs: frozenset[str], rows: Source) -> Source:
+def rows_for(needs: frozenset[str], rows: Dataset) -> Dataset:
     """Rows of pairs as a method reads them.
 
     Args:
@@ -102,7 +102,7 @@ class JudgedCounts(NamedTuple):
 
 
 def build_judged(
-    source: Source,
+    source: Dataset,
     wording: Wording | Tokenizer,
     *,
     max_prompt_tokens: int,

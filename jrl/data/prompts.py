@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jrl.data.answers import find_answer
+from jrl.data.datasets import Dataset
 from jrl.data.fields import check_fields, layout, look_up
 from jrl.data.invalid import Overlong, TooLong, read_rows
 from jrl.data.messages import Wording, end_of_turn, read_tools
-from jrl.data.sources import Source
 from jrl.errors import UserError
 from jrl.models.chat_frames import refuse_controls
 from jrl.models.tokenizer import Tokenizer
@@ -50,7 +50,7 @@ class PromptCounts(NamedTuple):
 
 
 def build_prompts(
-    source: Source,
+    source: Dataset,
     wording: Wording | Tokenizer,
     *,
     question_key: str = "question",

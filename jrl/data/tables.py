@@ -18,7 +18,7 @@ from jrl.system.json_text import as_object, not_utf8, parse_json
 from jrl.system.memory import check_fits
 
 
-class Source(Protocol):
+class Dataset(Protocol):
     """Rows with random access."""
 
     def __len__(self) -> int:
@@ -38,7 +38,7 @@ _LONGEST_FIELD = 1 << 30
 """Characters of a CSV field; Python's own limit is 131,072, which conversations exceed."""
 
 
-class CsvSource:
+class CsvDataset:
     """Rows of a CSV or TSV file whose first line names the columns; all is kept in memory.
 
     Args:
@@ -107,7 +107,7 @@ class CsvSource:
         return f"{self.path}, line {self._rows[index][0]}"
 
 
-class JsonSource:
+class JsonDataset:
     """The objects of a JSON file that holds one list; all of it is kept in memory.
 
     Args:
@@ -160,7 +160,7 @@ class _Placed:
 
     _size: int
 
-    def _find(self, index: int) -> tuple[Source, int]:
+    def _find(self, index: int) -> tuple[Dataset, int]:
         raise NotImplementedError
 
     def __len__(self) -> int:
@@ -185,12 +185,12 @@ class Chain(_Placed):
       sources: at least one.
     """
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[Dataset]) -> None:
         self._sources = list(sources)
         self._starts = [0, *itertools.accumulate(map(len, sources))]
         self._size = self._starts[-1]
 
-    def _find(self, index: int) -> tuple[Source, int]:
+    def _find(self, index: int) -> tuple[Dataset, int]:
         number = bisect.bisect_right(self._starts, index) - 1
         return self._sources[number], index - self._starts[number]
 
@@ -203,10 +203,10 @@ class FirstRows(_Placed):
       most: rows at the most.
     """
 
-    def __init__(self, source: Source, most: int) -> None:
+    def __init__(self, source: Dataset, most: int) -> None:
         self._source, self._size = source, min(len(source), most)
 
-    def _find(self, index: int) -> tuple[Source, int]:
+    def _find(self, index: int) -> tuple[Dataset, int]:
         return self._source, index
 
 
@@ -214,7 +214,7 @@ _RECORD_BYTES = 400
 """Of the prompt or the completions that a row becomes, at the least (486 were measured)."""
 
 
-def check_rows_fit(source: Source, key: str) -> None:
+def check_rows_fit(source: Dataset, key: str) -> None:
     """Raises UserError where there are more rows than memory holds once they are read.
 
     Args:
@@ -239,7 +239,7 @@ class Mixture(_Placed):
       weights: name -> weight, above 0; only their proportions count.
     """
 
-    def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, float]) -> None:
+    def __init__(self, sources: Mapping[str, Dataset], weights: Mapping[str, float]) -> None:
         self._sources = [sources[name] for name in weights]
         shares = np.array(list(weights.values()), np.float64)
         parts = shares / shares.sum()
@@ -260,5 +260,5 @@ class Mixture(_Placed):
         )[order]
         self._size = len(order)
 
-    def _find(self, index: int) -> tuple[Source, int]:
+    def _find(self, index: int) -> tuple[Dataset, int]:
         return self._sources[self._number[index]], int(self._inside[index])

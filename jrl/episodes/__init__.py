@@ -27,7 +27,7 @@ HOMES = {
     "jrl.episodes.sandbox": ("Sandbox", "SandboxLimits", "SandboxResult", "python_tool"),
     "jrl.episodes.search": ("Searched", "play_search"),
     "jrl.episodes.tools": ("Tool", "ToolError", "tool_env"),
-    "jrl.episodes.transcript": ("RowShape", "Rows", "Segment", "Transcript", "to_rollout"),
+    "jrl.episodes.transcript": ("RowShape", "EpisodeArrays", "Segment", "Transcript", "to_rollout"),
     "jrl.episodes.tree": ("SEARCHES", "SearchPlan", "Step", "Tree", "search_plan"),
     "jrl.episodes.tree_rows": ("TreeRows", "rows_of_tree"),
 }
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from jrl.episodes.tools import Tool as Tool
     from jrl.episodes.tools import ToolError as ToolError
     from jrl.episodes.tools import tool_env as tool_env
-    from jrl.episodes.transcript import Rows as Rows
+    from jrl.episodes.transcript import EpisodeArrays as EpisodeArrays
     from jrl.episodes.transcript import RowShape as RowShape
     from jrl.episodes.transcript import Segment as Segment
     from jrl.episodes.transcript import Transcript as Transcript

@@ -1,6 +1,6 @@
 """Conversations in messages, as transcripts that train the assistant's turns.
 
-    dialogues = read_dialogues(open_source("talks.jsonl"), Wording(tokenizer))
+    dialogues = read_dialogues(open_dataset("talks.jsonl"), Wording(tokenizer))
     print(dialogues.counts)
 
 A row is {"messages": [...], "reward": 0.7}, or with "rewards", one number for each message of the
@@ -22,7 +22,7 @@ import numpy as np
 
 from jrl.data.invalid import read_rows
 from jrl.data.messages import Wording, after_prompt, end_of_turn, until_stop
-from jrl.data.tables import Source
+from jrl.data.tables import Dataset
 from jrl.episodes.chat import PlainFormat
 from jrl.episodes.recorded import ROW, joined_groups
 from jrl.episodes.recorded_files import Distribution, RecordedCompletion
@@ -88,7 +88,7 @@ class Dialogues(NamedTuple):
 
 
 def read_dialogues(
-    source: Source,
+    source: Dataset,
     wording: Wording | Tokenizer,
     *,
     invalid: str = "error",

@@ -142,7 +142,7 @@ class RowShape(NamedTuple):
     token_labels: tuple[str, ...] = ()
 
 
-class Rows(NamedTuple):
+class EpisodeArrays(NamedTuple):
     """Transcripts as arrays, all NumPy.
 
     Attributes:
@@ -164,7 +164,7 @@ class Rows(NamedTuple):
 
 def to_rollout(
     groups: Sequence[Sequence[Transcript]], shape: RowShape, weights: Sequence[float] = ()
-) -> Rows:
+) -> EpisodeArrays:
     """Transcripts as the rows of a training batch; pure, and nothing is cut.
 
     A group's prompt is the common prefix of the openings of its living rows. The rest of an opening
@@ -215,7 +215,7 @@ def to_rollout(
     # Popped, so that what is left is exactly the fields of the rollout.
     rewards, paid, values = (arrays.pop(name) for name in ("rewards", "paid", "value"))
     rollout = Rollout(prompt_tokens=prompts, prompt_lengths=lengths, **arrays)  # type: ignore
-    return Rows(rollout, ids, rewards, paid, values)
+    return EpisodeArrays(rollout, ids, rewards, paid, values)
 
 
 def _empty(n: int, shape: RowShape) -> dict[str, Any]:

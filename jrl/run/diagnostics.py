@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 
 from jrl.config import Config
 from jrl.config.data import DIALOGUES, RECORDED, SOURCE
-from jrl.data.sources import open_source
-from jrl.data.tables import FirstRows, Source
+from jrl.data.datasets import open_dataset
+from jrl.data.tables import Dataset, FirstRows
 from jrl.errors import Mistakes, UserError
 from jrl.judging.judges import check_judges
 from jrl.methods.base import Method
@@ -163,12 +163,12 @@ def _model(config: Config, kind: Kind, mistakes: Mistakes) -> tuple[Any, ModelCo
     return tokenizer, model
 
 
-def _head(config: Config, spec: str | Mapping[str, float], *, key: str) -> Source:
-    return FirstRows(open_source(spec, key=key), max(_ROWS, 2 * config.train.prompts))
+def _head(config: Config, spec: str | Mapping[str, float], *, key: str) -> Dataset:
+    return FirstRows(open_dataset(spec, key=key), max(_ROWS, 2 * config.train.prompts))
 
 
 def _first_row(spec: str | Mapping[str, float], key: str) -> dict[str, Any]:
-    return open_source(spec, key=key)[0]
+    return open_dataset(spec, key=key)[0]
 
 
 def _missing_sinks(config: Config) -> Iterator[str]:

@@ -19,7 +19,7 @@ from jrl.collect.curriculum import HostRounds, HostTools, with_problems
 from jrl.collect.edit import edited, learned, outcome_of
 from jrl.collect.groups import PlacedGroups, batch_of, place
 from jrl.collect.members import widths
-from jrl.collect.plan import CollectState, Now, Setting, first_asks, new_collected, view_of
+from jrl.collect.plan import CollectState, Setting, StepKey, first_asks, new_collected, view_of
 from jrl.collect.sources import Groups, Source, simple_request
 from jrl.collect.sources_own import tried, unsampled
 from jrl.errors import UserError
@@ -59,7 +59,7 @@ def _try_method(run: Run, source: Source | None) -> None:
 
 def _trained_groups(run: Run, setting: Setting, source: Source | None) -> PlacedGroups:
     """The groups of a step by a method's curriculum, plan, rewards and edits, one after another."""
-    method, now = setting.method, Now(np.zeros(2, np.uint32), np.int32(0))
+    method, now = setting.method, StepKey(np.zeros(2, np.uint32), np.int32(0))
     drawer = _Unrewarded(run, source)
     collected = _begun(run, setting, drawer, new_collected(setting))
     first = first_asks(collected, now, setting)

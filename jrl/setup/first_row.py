@@ -7,8 +7,8 @@ from typing import Any
 
 from jrl.config.reward_model import MODEL_NAMES
 from jrl.config.tables import Config
+from jrl.data.datasets import open_dataset
 from jrl.data.fields import ANSWERS, QUESTIONS, check_fields, layout
-from jrl.data.sources import open_source
 from jrl.rewards import ANSWERLESS
 from jrl.rewards.columns import reads_answer
 from jrl.user_code import load
@@ -50,7 +50,7 @@ def check_first_row(config: Config) -> None:
     for split, path in data.plain_files.items():
         if not isinstance(path, str) or not _is_small(Path(path).expanduser()):
             continue
-        source = open_source(path, key=f"data.{split}")
+        source = open_dataset(path, key=f"data.{split}")
         if len(source):
             names |= data.fields
             question, answer = layout(

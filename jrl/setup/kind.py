@@ -15,7 +15,7 @@ from jrl.config import Config
 from jrl.data.messages import Wording
 from jrl.data.pairs import Judged, JudgedCounts
 from jrl.data.prompts import PromptCounts, build_prompts
-from jrl.data.tables import Source as Rows
+from jrl.data.tables import Dataset
 from jrl.data.tasks import Task
 from jrl.episodes import Env
 from jrl.episodes.transcript import Transcript
@@ -33,8 +33,8 @@ from jrl.setup.recorded import KeptCounts
 from jrl.setup.reward_parts import parts_by_token
 from jrl.types import NOTHING, Network, Prompt
 
-Opened = Callable[..., Rows]
-"""(what names a source of rows, key=...) -> the rows, as ``data.sources.open_source``."""
+Opened = Callable[..., Dataset]
+"""(what names a source of rows, key=...) -> the rows, as ``data.datasets.open_dataset``."""
 
 
 class RunData(NamedTuple):

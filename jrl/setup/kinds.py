@@ -1,7 +1,7 @@
 """The kinds of data: one value for each, made once from the configuration.
 
     kind = kind_of(config)                           # the kind is asked here and nowhere else
-    data = kind.read(tokenizer, method, open_source)
+    data = kind.read(tokenizer, method, open_dataset)
     width = kind.width(data)
 
 What draws groups of each is in ``train.batches.SOURCES``, since sources stand on programs.

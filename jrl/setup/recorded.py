@@ -14,8 +14,8 @@ import numpy as np
 
 from jrl.config import Config
 from jrl.config.data import DialogueData, RecordedData
-from jrl.data.sources import open_source
-from jrl.data.tables import Source
+from jrl.data.datasets import open_dataset
+from jrl.data.tables import Dataset
 from jrl.episodes.recorded import REWARDED, Recorded, RecordedCounts, read_recorded
 from jrl.episodes.recorded_files import Distribution
 from jrl.episodes.transcript import Transcript, common_opening
@@ -149,7 +149,7 @@ def read_sessions(config: Config, data: RecordedData) -> Read:
 
 
 def read_dialogue_file(
-    data: DialogueData, tokenizer: Tokenizer, opened: Callable[..., Source] = open_source
+    data: DialogueData, tokenizer: Tokenizer, opened: Callable[..., Dataset] = open_dataset
 ) -> Read:
     """Conversations of a file.
 

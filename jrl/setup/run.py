@@ -9,9 +9,9 @@ import optax
 from jax.sharding import Mesh
 
 from jrl.config.tables import Config
+from jrl.data.datasets import MemoryRows
 from jrl.data.messages import Wording
 from jrl.data.prompts import build_prompts
-from jrl.data.sources import MemoryRows
 from jrl.data.tasks import Task
 from jrl.episodes import Env
 from jrl.methods.base import Method

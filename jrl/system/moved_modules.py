@@ -12,6 +12,7 @@ from typing import Any
 
 MOVED = {
     "checkpoint": "storage.checkpoints",
+    "collect.episodes": "collect.device_episodes",
     "compare": "run.compare",
     "compile_notes": "system.compile_reports",
     "compiles": "system.compile_cache",
@@ -19,6 +20,7 @@ MOVED = {
     "data.goals": "zoo.methods.goals",
     "data.gsm8k": "zoo.tools.gsm8k",
     "data.hops": "zoo.tools.hops",
+    "data.sources": "data.datasets",
     "devices": "system.devices",
     "directories": "system.directories",
     "drift": "zoo.tools.reproducibility",
@@ -119,7 +121,7 @@ MOVED = {
     "train.edit": "collect.edit",
     "train.episode_search": "episodes.search",
     "train.episode_trees": "episodes.tree",
-    "train.episodes": "collect.episodes",
+    "train.episodes": "collect.device_episodes",
     "train.features": "setup.features",
     "train.fits": "train.memory_check",
     "train.frozen": "setup.frozen",

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jrl.collect.collector import Batches, Collector
 from jrl.collect.curriculum import HostRounds, HostTools, episode_rounds, text_rounds, with_problems
-from jrl.collect.episodes import on_device
+from jrl.collect.device_episodes import on_device
 from jrl.collect.host_source import check_host, host_labels, host_source, try_env
 from jrl.collect.plan import Setting
 from jrl.collect.plan_tools import Hinter, TextTools

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jrl.config.checks import check_batch
 from jrl.config.secrets import reveal
 from jrl.config.tables import Config
-from jrl.data.sources import open_source
+from jrl.data.datasets import open_dataset
 from jrl.errors import UserError
 from jrl.judging.models import load_judge_models
 from jrl.mesh import batch_shards
@@ -61,7 +61,7 @@ def setup(config: Config, *, trains: bool = True) -> Run:
     method = method_of(config, kind.new_tokens)
     mesh, rollout_mesh = make_meshes(config, apart=trains)
     tokenizer, model, params = _model(config, kind)
-    data = kind.read(tokenizer, method, open_source)
+    data = kind.read(tokenizer, method, open_dataset)
     run = bare_run(
         config,
         mesh,

@@ -20,10 +20,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jrl.collect.device_episodes import on_device, solution_batch
 from jrl.collect.edit import edit_counts, edited, learned, mean_sizes, outcome_of
-from jrl.collect.episodes import on_device, solution_batch
 from jrl.collect.groups import PlacedGroups, batch_of, counted, widened
-from jrl.collect.plan import CollectState, Now, Setting, new_collected, sample_step, traced_rounds
+from jrl.collect.plan import (
+    CollectState,
+    Setting,
+    StepKey,
+    new_collected,
+    sample_step,
+    traced_rounds,
+)
 from jrl.collect.sources import Groups, simple_request
 from jrl.data.tasks import Task
 from jrl.episodes import Env
@@ -87,7 +94,7 @@ class Iteration(NamedTuple):
             request = DrawRequest(state.key, trees, versions, state.step, asks)
             return self.rollout(request, sampling_params=sampling_params)
 
-        now = Now(state.key, state.step)
+        now = StepKey(state.key, state.step)
         return sample_step(draw, collected, now, self.setting, traced_rounds)
 
     def step(
@@ -98,7 +105,7 @@ class Iteration(NamedTuple):
         groups, collected, counts = self.sample(state, collected, sampling_params)
         trained, more = groups, {}
         if method.edits or method.plan.next is not None:
-            now = Now(state.key, done)
+            now = StepKey(state.key, done)
             trained, collected, share = edited(groups, collected, now, setting)
             more = edit_counts(groups, trained, share, setting)
         batch = batch_of(trained, sampled=method.draw.samples)

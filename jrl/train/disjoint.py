@@ -41,7 +41,7 @@ from jrl.train.handover import AdapterHandover, Handover, HandoverError, Weights
 from jrl.types import Array, Batch, Params, Rollout, RoutingRecord
 
 
-class Ahead:
+class BatchesAhead:
     """Draws batches in a thread, each with the version of the policy that its step asks for.
 
     Its ``collect`` is what the training loop calls for a batch. Use it in a ``with`` statement: on
@@ -222,7 +222,7 @@ class Ahead:
         self._carried, self._next, self._cursor = [], -1, cursor
         self._newest = None
 
-    def __enter__(self) -> Ahead:
+    def __enter__(self) -> BatchesAhead:
         """Returns itself."""
         return self
 
@@ -267,7 +267,7 @@ def ages(groups: Groups, step: int, most: int) -> dict[str, float]:
 
 def draw_ahead(
     run: Run, collector: Collector, cursor: int, carried: Sequence[StepGroups], stopping: Stopping
-) -> Ahead:
+) -> BatchesAhead:
     """Batches of a run whose rollout has separate devices.
 
     Args:
@@ -281,7 +281,7 @@ def draw_ahead(
     placement = run.config.placement or PlacementTable()
     where = programs.policy_shardings(run, run.rollout_mesh)
     split, meshes = run.network.extras.split, (run.mesh, run.rollout_mesh)
-    return Ahead(
+    return BatchesAhead(
         collector,
         AdapterHandover(split, where, *meshes) if split else Handover(where, *meshes),
         staleness=placement.staleness,

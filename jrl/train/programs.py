@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jrl.collect.episodes import held_out_rollout, on_device
+from jrl.collect.device_episodes import held_out_rollout, on_device
 from jrl.collect.packing import Packer
 from jrl.collect.resharding import (
     ReshardedSampler,

@@ -20,7 +20,7 @@ import numpy as np
 from jrl.errors import UserError, unknown_choice
 from jrl.rewards.base import Sample, defaults_of, options_of
 from jrl.verifiers.references import Reference
-from jrl.verifiers.sql_engines import ENGINES, Database, QueryError, Rows, Source, opened
+from jrl.verifiers.sql_engines import ENGINES, Database, DatabaseSpec, QueryError, Rows, opened
 from jrl.verifiers.sql_text import is_ordered, jaccard, last_query, ngrams, tokens
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _SHOWN = 100
 class _Task(NamedTuple):
     """A row's database, gold query or "", and expected rows or None."""
 
-    source: Source
+    source: DatabaseSpec
     query: str
     rows: Rows | None
 
@@ -242,11 +242,11 @@ def _finder(
     return find
 
 
-def _source(sample: Sample, database: str, script_column: str, engine: str) -> Source:
+def _source(sample: Sample, database: str, script_column: str, engine: str) -> DatabaseSpec:
     meta: Mapping[str, Any] = sample.prompt.meta
     if database:
         try:
-            return Source(engine, database.format(**meta), "")
+            return DatabaseSpec(engine, database.format(**meta), "")
         except (KeyError, IndexError, ValueError) as error:
             raise UserError(
                 f"rewards.sql.database = {database!r}: row {sample.prompt.id + 1} has no column"
@@ -259,7 +259,7 @@ def _source(sample: Sample, database: str, script_column: str, engine: str) -> S
             f"rewards.sql: row {sample.prompt.id + 1} has no database: give rewards.sql.database, a"
             f" file with columns in braces, or statements in {', '.join(names)}"
         )
-    return Source(engine, "", script)
+    return DatabaseSpec(engine, "", script)
 
 
 def _gold_query(sample: Sample, column: str, *, needed: bool = True) -> str:
@@ -289,7 +289,7 @@ def _gold_rows(task: _Task, seconds: float, max_rows: int, sample: Sample) -> Ro
 
 
 @functools.lru_cache(64)
-def _run_gold(source: Source, query: str, seconds: float, max_rows: int) -> Rows:
+def _run_gold(source: DatabaseSpec, query: str, seconds: float, max_rows: int) -> Rows:
     """The members of a group ask for the same one after another."""
     with opened(source, seconds, max_rows) as base:
         return base.run(query)

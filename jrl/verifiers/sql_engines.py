@@ -24,7 +24,7 @@ class QueryError(Exception):
     """A query that cannot be run, or is beyond a limit."""
 
 
-class Source(NamedTuple):
+class DatabaseSpec(NamedTuple):
     """A database.
 
     Attributes:
@@ -49,7 +49,7 @@ class Database(Protocol):
 
 
 @contextlib.contextmanager
-def opened(source: Source, seconds: float, max_rows: int) -> Iterator[Database]:
+def opened(source: DatabaseSpec, seconds: float, max_rows: int) -> Iterator[Database]:
     """Opens a database to read.
 
     Args:
@@ -70,7 +70,7 @@ def opened(source: Source, seconds: float, max_rows: int) -> Iterator[Database]:
         database.connection.close()
 
 
-def _bad_script(source: Source, error: Exception) -> UserError:
+def _bad_script(source: DatabaseSpec, error: Exception) -> UserError:
     database = source.path or f"the script {source.script[:60]!r}"
     return UserError(f"rewards.sql: {database} is no database for {source.engine}: {error}")
 
@@ -81,7 +81,7 @@ class _Sqlite:
     _ALLOWED = frozenset((sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE))
     _FUNCTIONS = frozenset(("load_extension", "readfile", "writefile", "edit", "fts3_tokenizer"))
 
-    def __init__(self, source: Source, seconds: float, max_rows: int) -> None:
+    def __init__(self, source: DatabaseSpec, seconds: float, max_rows: int) -> None:
         self._seconds, self._max_rows = seconds, max_rows
         where = Path(source.path).resolve().as_uri() if source.path else ""
         try:
@@ -142,7 +142,7 @@ class _Sqlite:
 class _Duckdb:
     """A connection without access to files, whose one statement is a SELECT."""
 
-    def __init__(self, source: Source, seconds: float, max_rows: int) -> None:
+    def __init__(self, source: DatabaseSpec, seconds: float, max_rows: int) -> None:
         self._seconds, self._max_rows = seconds, max_rows
         self._duckdb = need("duckdb", "duckdb", 'rewards.sql.engine = "duckdb"')
         limits = {"threads": 1, "memory_limit": "512MB"}

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from jrl.collect.collector import Collector
-from jrl.collect.episodes import episode_rollout, solution_batch
+from jrl.collect.device_episodes import episode_rollout, solution_batch
 from jrl.collect.groups import to_batch
 from jrl.collect.plan import Setting
 from jrl.collect.sources import simple_request

@@ -11,8 +11,8 @@ from jrl.collect.edit import edited, learned, mean_sizes, outcome_of
 from jrl.collect.groups import batch_of
 from jrl.collect.members import numbers, widths
 from jrl.collect.plan import (
-    Now,
     Setting,
+    StepKey,
     host_rounds,
     new_collected,
     packed,
@@ -192,7 +192,7 @@ def setting_of(method, order=lambda tickets: tickets % ROWS):
 
 def one_step(collected, key, step, setting, rounds, toy=draw_toy):
     draw = partial(toy, key=key, step=step)
-    now = Now(key, step)
+    now = StepKey(key, step)
     groups, collected, _ = sample_step(draw, collected, now, setting, rounds)
     trained = groups
     if setting.method.edits or setting.method.plan.next is not None:
@@ -255,7 +255,7 @@ def shapes_of(setting, key):
     bare = setting._replace(method=setting.method._replace(edits=()))
     draw = partial(draw_toy, key=key, step=jnp.int32(0))
     collected = new_collected(bare)
-    return sample_step(draw, collected, Now(key, jnp.int32(0)), bare, traced_rounds)[0]
+    return sample_step(draw, collected, StepKey(key, jnp.int32(0)), bare, traced_rounds)[0]
 
 
 def assert_same(host, batches, steps):
@@ -329,7 +329,7 @@ def test_plans_see_the_rewards_that_the_method_pays():
     doubled = of_parts(lambda parts, rollout: 2 * parts + rollout.lengths[:, :, None])
     method = Method(None, rewards=doubled, plan=Plan(next=next_asks, rounds=1))
     setting, draw = setting_of(method), partial(draw_toy, key=KEY, step=np.int32(0))
-    state = new_collected(setting), Now(KEY, np.int32(0)), setting, host_rounds
+    state = new_collected(setting), StepKey(KEY, np.int32(0)), setting, host_rounds
     groups, *_ = sample_step(draw, *state)
     np.testing.assert_array_equal(groups.rewards, rewards_by_step[0])
     assert set(np.unique(rewards_by_step[0])) <= {T, T + 2}
@@ -339,7 +339,7 @@ def test_members_are_numbered_over_all_asks():
     setting = setting_of(METHODS["all"])
     collected = new_collected(setting)
     draw = partial(draw_toy, key=KEY, step=np.int32(0))
-    groups, *_ = sample_step(draw, collected, Now(KEY, np.int32(0)), setting, host_rounds)
+    groups, *_ = sample_step(draw, collected, StepKey(KEY, np.int32(0)), setting, host_rounds)
     present = groups.rollout.stop != StopReason.ABSENT
     assert groups.use.shape[1] == G + 2 + 2  # the asks of ``first``, and the bound of ``next``
     assert (groups.use[:N, G] == BASELINE).all()
@@ -359,7 +359,8 @@ def test_rounds_stop_at_the_first_that_asks_for_nothing():
     setting = setting_of(method)
     collected = new_collected(setting)
     draw = partial(draw_toy, key=KEY, step=np.int32(0))
-    groups, _, counts = sample_step(draw, collected, Now(KEY, np.int32(0)), setting, host_rounds)
+    now = StepKey(KEY, np.int32(0))
+    groups, _, counts = sample_step(draw, collected, now, setting, host_rounds)
     assert calls == [1, 2]
     assert counts["rounds"] == 2
     assert (groups.sizes() == G + 1).all()
@@ -371,7 +372,7 @@ def test_asks_stay_within_the_bounds_of_the_plan():
     setting = setting_of(Method(None, plan=plan))
     collected = new_collected(setting)
     draw = partial(draw_toy, key=KEY, step=np.int32(0))
-    groups, after, _ = sample_step(draw, collected, Now(KEY, np.int32(0)), setting, host_rounds)
+    groups, after, _ = sample_step(draw, collected, StepKey(KEY, np.int32(0)), setting, host_rounds)
     assert groups.use.shape == (N + 4, G + 3)
     assert int(after.cursor) == N + 4
     assert widths(()) == 0

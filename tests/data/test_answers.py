@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from jrl.data.answers import find_answer
+from jrl.data.datasets import MemoryRows
 from jrl.data.invalid import SlowPattern, read_rows
-from jrl.data.sources import MemoryRows
 from jrl.errors import UserError
 from jrl.system.time_limit import time_limit
 

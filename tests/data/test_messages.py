@@ -10,10 +10,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from chat_templates import chat_tokenizer  # noqa: F401
 
+from jrl.data.datasets import MemoryRows
 from jrl.data.messages import Wording
 from jrl.data.pairs import build_judged
 from jrl.data.prompts import build_prompts
-from jrl.data.sources import MemoryRows
 from jrl.errors import UserError
 from jrl.models.file_tokenizer import load_tokenizer
 from jrl.serving.openai_tools import conversation

@@ -8,10 +8,10 @@ import tracemalloc
 
 import pytest
 
+from jrl.data.datasets import open_dataset
 from jrl.data.messages import Wording
 from jrl.data.pairs import build_judged
 from jrl.data.prompts import build_prompts
-from jrl.data.sources import open_source
 from jrl.errors import UserError
 from jrl.models.tokenizer import char_tokenizer
 
@@ -114,7 +114,7 @@ def error_of(place, name, content, read):
     """Error message of a file; a sound file fails the test."""
     (place / name).write_bytes(content)
     with pytest.raises(UserError) as raised:
-        read(open_source(str(place / name), key="data.train"))
+        read(open_dataset(str(place / name), key="data.train"))
     message = str(raised.value)
     assert len(message.splitlines()) == 1, message
     assert len(message.replace(str(place), "")) < 600, message
@@ -151,7 +151,7 @@ SOUND = {
 def test_what_editors_write_is_read(name, tmp_path):
     file, content = SOUND[name]
     (tmp_path / file).write_bytes(content)
-    prompts_of(open_source(str(tmp_path / file)))
+    prompts_of(open_dataset(str(tmp_path / file)))
 
 
 def row(**fields):
@@ -221,7 +221,7 @@ def test_what_a_compressed_file_holds_is_in_no_memory_and_needs_room_on_disk(tmp
             file.write(b"\n" * 2**20)
         file.write(GOOD)
     tracemalloc.start()
-    source = open_source(str(path))
+    source = open_dataset(str(path))
     assert tracemalloc.get_traced_memory()[1] < 2**24
     tracemalloc.stop()
     assert (len(source), source.where(0)) == (1, f"{path}, line {2**25 + 1}")

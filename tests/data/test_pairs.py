@@ -9,9 +9,9 @@ import pyarrow.parquet
 import pytest
 
 from jrl.config import load_config
+from jrl.data.datasets import MemoryRows, open_dataset
 from jrl.data.messages import Wording
 from jrl.data.pairs import build_judged, judged_batch, pairs_of_samples
-from jrl.data.sources import MemoryRows, open_source
 from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.models.tokenizer import ALPHABET, CharTokenizer
@@ -226,11 +226,11 @@ def test_files_give_what_rows_give(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     expected = [texts(j) for j in read(*rows)[0]]
     for name in ("a.jsonl", "a.parquet"):
-        pairs, _ = build_judged(open_source(str(tmp_path / name)), Chat(), **LIMITS)
+        pairs, _ = build_judged(open_dataset(str(tmp_path / name)), Chat(), **LIMITS)
         assert [texts(j) for j in pairs] == expected
     (tmp_path / "b.jsonl").write_text(json.dumps(PAIR) + "\n\n" + json.dumps({"prompt": "x"}))
     with pytest.raises(UserError, match=r"b\.jsonl, line 3: there is no chosen and no rejected"):
-        build_judged(open_source(str(tmp_path / "b.jsonl")), Wording(Chat()), **LIMITS)
+        build_judged(open_dataset(str(tmp_path / "b.jsonl")), Wording(Chat()), **LIMITS)
 
 
 def test_the_batch_says_who_is_there_and_what_counts():

@@ -7,10 +7,10 @@ import json
 
 import pytest
 
+from jrl.data.datasets import MemoryRows, open_dataset
 from jrl.data.messages import Wording
 from jrl.data.pairs import build_judged
 from jrl.data.prompts import build_prompts
-from jrl.data.sources import MemoryRows, open_source
 from jrl.data.tables import Mixture
 from jrl.errors import UserError
 from jrl.models.tokenizer import char_tokenizer
@@ -23,7 +23,7 @@ def rows_of(source):
 def test_csv_with_quotes_lines_in_a_cell_and_a_byte_order_mark(tmp_path):
     path = tmp_path / "a.csv"
     path.write_bytes(b'\xef\xbb\xbfquestion,answer\r\n"a, b?","1"\r\n\r\n"two\nlines?",2\n"c",\n')
-    source = open_source(str(path))
+    source = open_dataset(str(path))
     assert rows_of(source) == [
         {"question": "a, b?", "answer": "1"},
         {"question": "two\nlines?", "answer": "2"},
@@ -44,30 +44,30 @@ CSV = {
 def test_csv_that_cannot_be_read(text, tmp_path):
     (tmp_path / "a.csv").write_text(text)
     with pytest.raises(UserError, match=CSV[text]):
-        open_source(str(tmp_path / "a.csv"))[0]
+        open_dataset(str(tmp_path / "a.csv"))[0]
 
 
 def test_json_holds_one_list(tmp_path):
     path = tmp_path / "a.json"
     path.write_text(json.dumps([{"a": 1}, 2]))
-    source = open_source(str(path))
+    source = open_dataset(str(path))
     assert source[0] == {"a": 1}
     with pytest.raises(UserError, match=r"a\.json, row 1: must hold a JSON object"):
         source[1]
     for text, message in (("{}", "must hold a list"), ("[", "not valid JSON")):
         path.write_text(text)
         with pytest.raises(UserError, match=message):
-            open_source(str(path))
+            open_dataset(str(path))
 
 
 def test_a_pattern_names_files_in_the_order_of_their_names(tmp_path):
     for number in (2, 1):
         (tmp_path / f"{number}.jsonl").write_text(f'{{"a": {number}}}\n\n{{"a": {number}5}}\n')
-    source = open_source(str(tmp_path / "*.jsonl"))
+    source = open_dataset(str(tmp_path / "*.jsonl"))
     assert [row["a"] for row in rows_of(source)] == [1, 15, 2, 25]
     assert source.where(3) == f"{tmp_path / '2.jsonl'}, line 3"
     with pytest.raises(UserError, match="no file matches"):
-        open_source(str(tmp_path / "*.csv"))
+        open_dataset(str(tmp_path / "*.csv"))
 
 
 def test_a_mixture_has_the_parts_that_were_asked_for_and_every_row():
@@ -93,10 +93,10 @@ def test_a_mixture_of_files(tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text(f'{{"of": "{name}"}}\n' * 4)
     a, b = str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")
-    counts = collections.Counter(row["of"] for row in rows_of(open_source({a: 1.0, b: 0.5})))
+    counts = collections.Counter(row["of"] for row in rows_of(open_dataset({a: 1.0, b: 0.5})))
     assert counts == {"a": 4, "b": 2} or counts == {"a": 8, "b": 4}
     with pytest.raises(UserError, match="the weight of .* is 0; it must be above 0"):
-        open_source({a: 0}, key="data.train")
+        open_dataset({a: 0}, key="data.train")
 
 
 GOOD = {"question": "two?", "answer": "2"}
@@ -150,7 +150,7 @@ def test_judged_rows_that_cannot_be_used():
 def test_long_fields_are_read(tmp_path, suffix):
     path, mark = tmp_path / f"long.{suffix}", "," if suffix == "csv" else "\t"
     path.write_text(f"question{mark}answer\n{'x' * 200_000}{mark}4\n")
-    source = open_source(str(path))
+    source = open_dataset(str(path))
     assert (len(source[0]["question"]), source[0]["answer"]) == (200_000, "4")
     assert csv.field_size_limit() == 131_072  # as other readers of this process have it
 
@@ -160,4 +160,4 @@ def test_a_line_without_end_of_a_small_file_is_named(tmp_path, monkeypatch):
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"question": "' + b"x" * 5000 + b'"}'))
     with pytest.raises(UserError, match="rows.jsonl.gz, line 1: longer than 1000 bytes"):
-        open_source(str(path))
+        open_dataset(str(path))

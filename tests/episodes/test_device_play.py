@@ -9,7 +9,7 @@ import pytest
 from flax import struct
 from tiny import jit
 
-from jrl.collect.episodes import episode_rollout
+from jrl.collect.device_episodes import episode_rollout
 from jrl.collect.groups import to_batch
 from jrl.collect.sources import simple_request
 from jrl.collect.sources_task import task_rollout

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny import jit
 
-from jrl.collect.episodes import episode_rollout
+from jrl.collect.device_episodes import episode_rollout
 from jrl.collect.groups import counted, to_batch
 from jrl.collect.sources import simple_request
 from jrl.episodes import get_env

@@ -5,8 +5,8 @@ import pathlib
 import numpy as np
 import pytest
 
+from jrl.data.datasets import MemoryRows
 from jrl.data.messages import Wording
-from jrl.data.sources import MemoryRows
 from jrl.episodes.dialogues import read_dialogues
 from jrl.episodes.recorded import REWARDED
 from jrl.episodes.transcript import RowShape, to_rollout

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jrl.data.sources import open_source
+from jrl.data.datasets import open_dataset
 from jrl.errors import UserError
 from jrl.system import extras
 
@@ -52,7 +52,7 @@ def test_data_without_its_extra_names_the_line(extra, monkeypatch, tmp_path):
     for name in ("pyarrow.parquet", "tensorflow_datasets"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match=rf"-m pip install -e .*\[{extra}\]"):
-        open_source(spec)
+        open_dataset(spec)
 
 
 def tracked():

@@ -6,7 +6,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from jrl.data.sources import JsonlSource
+from jrl.data.datasets import JsonlDataset
 from jrl.errors import UserError
 from jrl.system.json_text import parse_json, read_object
 
@@ -60,7 +60,7 @@ def test_a_line_of_data_is_named(tmp_path, line):
     path = tmp_path / "train.jsonl"
     path.write_bytes(b'{"a": 1}\n' + line + b"\n")
     with pytest.raises(UserError, match=r"train\.jsonl, line 2: "):
-        JsonlSource(path)[1]
+        JsonlDataset(path)[1]
 
 
 def test_objects_of_files(tmp_path):

@@ -26,7 +26,7 @@ from jrl.setup.placement import make_meshes
 from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train import build, disjoint, handover
-from jrl.train.disjoint import Ahead, ages, restored, stored
+from jrl.train.disjoint import BatchesAhead, ages, restored, stored
 from jrl.train.handover import AdapterHandover, Handover, HandoverError
 from jrl.train.loop import train_steps
 from jrl.types import Prompt, Rollout
@@ -160,7 +160,7 @@ class Loop:
         where = tree_shardings(rollout_mesh, {"w": (None,)}, {"w": np.zeros(1)})
         self.log, self.steps, self.start = [], [], start
         self.before_draw, self.before_step = before_draw, before_step
-        self.ahead = Ahead(
+        self.ahead = BatchesAhead(
             self,
             Handover(where, mesh, rollout_mesh),
             staleness=staleness,

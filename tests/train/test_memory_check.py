@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jrl.config import load_config
-from jrl.data.sources import MemoryRows
+from jrl.data.datasets import MemoryRows
 from jrl.data.tables import Mixture
 from jrl.errors import UserError
 from jrl.evaluate import evaluate_run, sample_run

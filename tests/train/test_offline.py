@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from jrl.collect.episodes import episode_rollout
+from jrl.collect.device_episodes import episode_rollout
 from jrl.collect.groups import to_batch
 from jrl.collect.sources import simple_request
 from jrl.config import load_config

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jrl.config import load_config
-from jrl.data.sources import open_source
+from jrl.data.datasets import open_dataset
 from jrl.rewards import Sample
 from jrl.setup.reward_parts import reward_pool
 from jrl.types import Prompt
@@ -17,7 +17,7 @@ def points(name, rows, completions, tmp_path, group=1):
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["model.path=none", f"data.train={tmp_path}/train.jsonl", "mesh.fsdp=1"]
     config = load_config(f"configs/{name}.toml", [*options, "reward_pool.workers=1"])
-    read = list(open_source(config.data.train))
+    read = list(open_dataset(config.data.train))
     keys = {"question": "question", "answer": "answer"} | dict(config.data.fields or {})
     prompts = [
         Prompt(i, row[keys["question"]], np.zeros(1, np.int32), row[keys["answer"]], row)

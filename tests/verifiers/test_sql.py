@@ -10,7 +10,7 @@ from jrl.errors import UserError
 from jrl.rewards import Sample, make_reward
 from jrl.types import Prompt
 from jrl.verifiers.sql import same_rows
-from jrl.verifiers.sql_engines import Source, opened
+from jrl.verifiers.sql_engines import DatabaseSpec, opened
 from jrl.verifiers.sql_text import is_ordered, jaccard, last_query, ngrams, tokens
 
 SCRIPT = """
@@ -67,7 +67,7 @@ def test_a_file_of_each_row(tmp_path):
     assert paid(GOLD, options=options, db_id="pets") == 1.0
     assert paid("DELETE FROM people", options=options, db_id="pets") == 0.0
     assert paid(GOLD, options=options, db_id="pets") == 1.0
-    file = Source("sqlite", str(tmp_path / "pets" / "pets.sqlite"), "")
+    file = DatabaseSpec("sqlite", str(tmp_path / "pets" / "pets.sqlite"), "")
     with opened(file, 1.0, 9) as base:
         base.connection.set_authorizer(None)  # the file is not to be written without it, either
         with pytest.raises(sqlite3.OperationalError, match="readonly"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jrl.data.tables import Source
+from jrl.data.tables import Dataset
 from jrl.errors import UserError
 from jrl.system.float32 import fits_float32
 
@@ -48,13 +48,13 @@ def goal_conditioned(
 
 
 class GoalRows:
-    """Rows of pairs with scores, each read as two that aim at one of its scores; a ``Source``.
+    """Rows of pairs with scores, each read as two that aim at one of its scores; a ``Dataset``.
 
     Args:
       rows: with a prompt in text, "chosen", "rejected", and a score of each.
     """
 
-    def __init__(self, rows: Source) -> None:
+    def __init__(self, rows: Dataset) -> None:
         self._rows = rows
 
     def __len__(self) -> int:

@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from jrl.data.sources import open_source
+from jrl.data.datasets import open_dataset
 from jrl.errors import UserError
 from jrl.system.extras import need
 
@@ -35,7 +35,7 @@ def prepare_gsm8k(directory: str | Path, files: Mapping[str, str | Path]) -> Pat
     need("tensorflow_datasets", "tfds", "preparing GSM8K")
     import tensorflow_datasets as tfds
 
-    sources = {split: open_source(str(path)) for split, path in files.items()}
+    sources = {split: open_dataset(str(path)) for split, path in files.items()}
     target = Path(directory).expanduser() / "gsm8k" / "1.0.0"
     if target.exists():
         raise UserError(f"{target} already exists; remove it to prepare GSM8K again")

@@ -2,8 +2,8 @@
 
 import pytest
 
+from jrl.data.datasets import MemoryRows
 from jrl.data.pairs import rows_for
-from jrl.data.sources import MemoryRows
 from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.zoo.methods.goals import GoalRows, goal_conditioned

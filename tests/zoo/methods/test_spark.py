@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jrl.collect.edit import edited
-from jrl.collect.plan import Now, Setting, host_rounds, new_collected, sample_step
+from jrl.collect.plan import Setting, StepKey, host_rounds, new_collected, sample_step
 from jrl.collect.plan_tools import TextTools
 from jrl.collect.sources import Groups
 from jrl.errors import UserError
@@ -155,7 +155,7 @@ def step_of(method, cursor=0, words=None, tokens_of=recycled_prompt):
     ones = np.ones(2, np.float32)
     setting = Setting(method, N, G, ones, 0, order, lambda key: tools, contexts=True)
     collected = new_collected(setting).replace(cursor=np.int32(cursor))
-    now = Now(np.asarray(jax.random.key_data(jax.random.key(0))), np.int32(3))
+    now = StepKey(np.asarray(jax.random.key_data(jax.random.key(0))), np.int32(3))
     groups, after, counts = sample_step(draw, collected, now, setting, host_rounds)
     trained, after, _ = edited(groups, after, now, setting)
     return groups, trained, after, counts

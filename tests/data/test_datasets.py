@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from jrl.data.sources import open_source, order
+from jrl.data.datasets import open_dataset, order
 from jrl.errors import UserError
 from jrl.zoo.tools.gsm8k import prepare_gsm8k
 
@@ -28,7 +28,7 @@ def write_lines(path, *lines):
 def test_jsonl_rows_can_be_read_in_any_order(tmp_path):
     lines = [json.dumps(row, ensure_ascii=False) for row in ROWS]
     spec = write_lines(tmp_path / "a.jsonl", "", lines[0], "  ", lines[1] + "\r", "", lines[2], "")
-    source = open_source(spec)
+    source = open_dataset(spec)
     assert len(source) == 3
     assert [source[i] for i in (2, 0, 1)] == [ROWS[2], ROWS[0], ROWS[1]]
     assert [source.where(i).rpartition(", ")[2] for i in range(3)] == ["line 2", "line 4", "line 6"]
@@ -37,7 +37,7 @@ def test_jsonl_rows_can_be_read_in_any_order(tmp_path):
 def test_jsonl_without_a_last_newline_and_with_a_byte_order_mark(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + b'{"a": 1}\n{"a": 2}')
-    source = open_source(str(path))
+    source = open_dataset(str(path))
     assert [source[0], source[1]] == [{"a": 1}, {"a": 2}]
 
 
@@ -46,7 +46,7 @@ def test_jsonl_without_a_last_newline_and_with_a_byte_order_mark(tmp_path):
     [("{'a': 1}", "not valid JSON"), ('{"a": ', "not valid JSON"), ("[1]", "not a list")],
 )
 def test_a_malformed_line_is_named(tmp_path, line, message):
-    source = open_source(write_lines(tmp_path / "a.jsonl", '{"a": 1}', "", line))
+    source = open_dataset(write_lines(tmp_path / "a.jsonl", '{"a": 1}', "", line))
     assert source[0] == {"a": 1}
     with pytest.raises(UserError, match=rf"a\.jsonl, line 3: .*{message}"):
         source[1]
@@ -55,18 +55,18 @@ def test_a_malformed_line_is_named(tmp_path, line, message):
 def test_bytes_that_are_not_utf8_are_named(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"a": "\xff"}\n')
     with pytest.raises(UserError, match=r"a\.jsonl, line 1: not UTF-8 text"):
-        open_source(str(tmp_path / "a.jsonl"))[0]
+        open_dataset(str(tmp_path / "a.jsonl"))[0]
 
 
 def test_files_that_cannot_be_sources(tmp_path):
     with pytest.raises(UserError, match=r"there is no such file"):
-        open_source(str(tmp_path / "none.jsonl"))
+        open_dataset(str(tmp_path / "none.jsonl"))
     with pytest.raises(UserError, match="the file has no rows"):
-        open_source(write_lines(tmp_path / "empty.jsonl", "", " "))
+        open_dataset(write_lines(tmp_path / "empty.jsonl", "", " "))
     with pytest.raises(UserError, match=r"name a FILE\.jsonl"):
-        open_source(write_lines(tmp_path / "a.xlsx", "a,b"))
+        open_dataset(write_lines(tmp_path / "a.xlsx", "a,b"))
     with pytest.raises(UserError, match="not a readable Parquet file"):
-        open_source(write_lines(tmp_path / "a.parquet", "PAR1"))
+        open_dataset(write_lines(tmp_path / "a.parquet", "PAR1"))
 
 
 def test_a_directory_and_a_pipe_are_no_missing_files(tmp_path):
@@ -74,7 +74,7 @@ def test_a_directory_and_a_pipe_are_no_missing_files(tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")
     for name, problem in (("folder", "is a directory; name a FILE"), ("pipe", "is a pipe or a")):
         with pytest.raises(UserError, match=problem) as raised:
-            open_source(str(tmp_path / f"{name}.jsonl"), key="data.train")
+            open_dataset(str(tmp_path / f"{name}.jsonl"), key="data.train")
         assert "did you mean" not in str(raised.value)
 
 
@@ -86,13 +86,13 @@ def test_parquet_rows_across_row_groups(tmp_path):
     path = tmp_path / "a.parquet"
     rows = [{"question": f"{i}?", "answer": i, "tags": [{"n": i}]} for i in range(10)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=3)
-    source = open_source(str(path))
+    source = open_dataset(str(path))
     assert len(source) == 10
     assert [source[i] for i in (9, 0, 3, 2, 8)] == [rows[i] for i in (9, 0, 3, 2, 8)]
     assert source.where(4) == f"{path}, row 4"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[:0]), path)
     with pytest.raises(UserError, match="the file has no rows"):
-        open_source(str(path))
+        open_dataset(str(path))
 
 
 @pytest.mark.extra("data")
@@ -110,7 +110,7 @@ def test_parquet_adds_no_arguments_to_calls_and_no_keys_to_schemas(tmp_path):
     rows = [row("a") | {"info": {"x": 1}}, row("b", minimum=0) | {"info": {"y": None}}]
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    source = open_source(str(path))
+    source = open_dataset(str(path))
     for i in (0, 1):
         assert source[i]["messages"] == rows[i]["messages"]
         assert source[i]["tools"] == rows[i]["tools"]
@@ -131,23 +131,23 @@ def tfds_dir(tmp_path_factory):
 
 @pytest.mark.extra("tfds")
 def test_gsm8k_prepared_offline_is_read_back(tfds_dir):
-    source = open_source("tfds:gsm8k", tfds_dir=str(tfds_dir))
+    source = open_dataset("tfds:gsm8k", tfds_dir=str(tfds_dir))
     assert len(source) == 3
     for i, row in enumerate(ROWS):
         read = source[i]
         assert (read["question"], read["answer"]) == (row["question"], row["answer"])
         assert read["short_answer"] == row["answer"].rpartition("#### ")[2]
     for spec in ("tfds:gsm8k:test", "tfds:gsm8k/test"):
-        assert open_source(spec, tfds_dir=str(tfds_dir))[0]["question"] == ROWS[1]["question"]
-    assert len(open_source("tfds:gsm8k:train[:2]", tfds_dir=str(tfds_dir))) == 2
+        assert open_dataset(spec, tfds_dir=str(tfds_dir))[0]["question"] == ROWS[1]["question"]
+    assert len(open_dataset("tfds:gsm8k:train[:2]", tfds_dir=str(tfds_dir))) == 2
     assert "row 1" in source.where(1)
 
 
 @pytest.mark.extra("tfds")
 def test_tfds_needs_no_tensorflow(tfds_dir):
     code = (
-        "import sys; from jrl.data.sources import open_source; "
-        f"s = open_source('tfds:gsm8k', tfds_dir={str(tfds_dir)!r}); "
+        "import sys; from jrl.data.datasets import open_dataset; "
+        f"s = open_dataset('tfds:gsm8k', tfds_dir={str(tfds_dir)!r}); "
         "assert type(s[0]['question']) is str; sys.exit('tensorflow' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -188,27 +188,27 @@ def test_any_prepared_tfds_dataset_with_a_config(tmp_path):
     for config in ("small", "test"):
         builder = TinySums(data_dir=str(tmp_path), config=config, file_format="array_record")
         builder.download_and_prepare()
-    source = open_source("tfds:tiny_sums/small", tfds_dir=str(tmp_path))
+    source = open_dataset("tfds:tiny_sums/small", tfds_dir=str(tmp_path))
     row = source[2]
     assert (len(source), row["text"], row["sum"]) == (3, "small 2", 2)
     assert type(row["sum"]) is int
     assert row["pair"].tolist() == [2.0, 0.0]
     assert row["parts"]["name"] == ["\u00e9"]
     # a configuration that is named like a split is a configuration
-    assert open_source("tfds:tiny_sums/test", tfds_dir=str(tmp_path))[0]["text"] == "test 0"
-    assert len(open_source("tfds:tiny_sums/test:validation", tfds_dir=str(tmp_path))) == 1
+    assert open_dataset("tfds:tiny_sums/test", tfds_dir=str(tmp_path))[0]["text"] == "test 0"
+    assert len(open_dataset("tfds:tiny_sums/test:validation", tfds_dir=str(tmp_path))) == 1
 
 
 @pytest.mark.extra("tfds")
 def test_tfds_errors_name_what_to_set(tfds_dir, tmp_path):
     with pytest.raises(UserError, match=r"not prepared in .*python -m jrl\.data\.gsm8k"):
-        open_source("tfds:gsm8k", tfds_dir=str(tmp_path))
+        open_dataset("tfds:gsm8k", tfds_dir=str(tmp_path))
     with pytest.raises(UserError, match=r"Unknown split 'tset'.*TFDS_DATA_DIR"):
-        open_source("tfds:gsm8k:tset", tfds_dir=str(tfds_dir))
+        open_dataset("tfds:gsm8k:tset", tfds_dir=str(tfds_dir))
     with pytest.raises(UserError, match=r"no_such_dataset.*TFDS_DATA_DIR"):
-        open_source("tfds:no_such_dataset", tfds_dir=str(tfds_dir))
+        open_dataset("tfds:no_such_dataset", tfds_dir=str(tfds_dir))
     with pytest.raises(UserError, match=r"did you mean tfds:gsm8k\?; name"):
-        open_source("tfds:gsm9k", tfds_dir=str(tfds_dir))
+        open_dataset("tfds:gsm9k", tfds_dir=str(tfds_dir))
 
 
 @pytest.mark.extra("tfds")
@@ -235,7 +235,7 @@ def test_gsm8k_has_a_command(tmp_path):
     command = [sys.executable, "-m", "jrl.zoo.tools.gsm8k", "--dir", str(tmp_path / "data")]
     done = subprocess.run([*command, "--train", path], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert len(open_source("tfds:gsm8k", tfds_dir=str(tmp_path / "data"))) == 1
+    assert len(open_dataset("tfds:gsm8k", tfds_dir=str(tmp_path / "data"))) == 1
     again = subprocess.run([*command, "--train", path], capture_output=True, text=True, check=False)
     assert again.returncode == 1
     assert "already exists" in again.stderr
@@ -274,7 +274,7 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_of_files(name, tmp_path):
     (tmp_path / name).write_bytes(FORMS[name])
-    source = open_source(str(tmp_path / name))
+    source = open_dataset(str(tmp_path / name))
     assert [str(source[i]["answer"]) for i in range(len(source))] == ["1", "2"]
     assert str(tmp_path / name) in source.where(1)
 
@@ -282,16 +282,16 @@ def test_forms_of_files(name, tmp_path):
 def test_of_a_pattern_every_file_must_be_rows(tmp_path):
     (tmp_path / "a.tsv").write_text("x\n1\n")
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b"[]\n"))
-    assert open_source(str(tmp_path / "*.tsv"))[0] == {"x": "1"}
+    assert open_dataset(str(tmp_path / "*.tsv"))[0] == {"x": "1"}
     with pytest.raises(UserError, match="line 1: must hold a JSON object"):
-        open_source(str(tmp_path / "*.jsonl.gz"))[0]
+        open_dataset(str(tmp_path / "*.jsonl.gz"))[0]
 
 
 def test_episodes_of_environments_with_problems_of_their_own_need_no_file():
-    source = open_source("episodes:3")
+    source = open_dataset("episodes:3")
     assert [source[i]["question"] for i in range(len(source))] == [
         *("Episode 1.", "Episode 2.", "Episode 3.")
     ]
     for wrong in ("episodes:", "episodes:0", "episodes:-1", "episodes:1e3", "episodes:99999999"):
         with pytest.raises(UserError, match=r"data = 'episodes:.*'; write episodes:N"):
-            open_source(wrong)
+            open_dataset(wrong)

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from jrl.data.lines import GzipSource, JsonlSource
+from jrl.data.lines import GzipDataset, JsonlDataset
 from jrl.data.tables import (
     Chain,
-    CsvSource,
-    JsonSource,
+    CsvDataset,
+    Dataset,
+    JsonDataset,
     Mixture,
-    Source,
     check_rows_fit,
     holds_lines,
 )
@@ -29,13 +29,13 @@ from jrl.system.json_text import refuse_pointer
 from jrl.system.memory import check_fits
 from jrl.user_code import PYTHON_PREFIX, python_value
 
-_KINDS: Mapping[str, Callable[[Path], Source]] = {
-    ".csv": CsvSource,
-    ".json": lambda path: JsonlSource(path) if holds_lines(path) else JsonSource(path),
-    ".jsonl": JsonlSource,
-    ".jsonl.gz": GzipSource,
-    ".parquet": lambda path: ParquetSource(path),
-    ".tsv": CsvSource,
+_KINDS: Mapping[str, Callable[[Path], Dataset]] = {
+    ".csv": CsvDataset,
+    ".json": lambda path: JsonlDataset(path) if holds_lines(path) else JsonDataset(path),
+    ".jsonl": JsonlDataset,
+    ".jsonl.gz": GzipDataset,
+    ".parquet": lambda path: ParquetDataset(path),
+    ".tsv": CsvDataset,
 }
 """Suffixes of files that are read."""
 
@@ -59,9 +59,9 @@ def _numbered(spec: str, key: str) -> list[dict[str, Any]]:
     return [{"question": f"Episode {i}.", "answer": "-"} for i in range(1, count + 1)]
 
 
-def open_source(
+def open_dataset(
     spec: str | Mapping[str, float], *, tfds_dir: str | None = None, key: str = "data"
-) -> Source:
+) -> Dataset:
     """The rows that a specification names.
 
     Args:
@@ -87,13 +87,13 @@ def open_source(
         for name, weight in spec.items():
             if not weight > 0:
                 raise UserError(f"{key}: the weight of {name!r} is {weight}; it must be above 0")
-        return Mixture({name: open_source(name, tfds_dir=tfds_dir, key=key) for name in spec}, spec)
+        return Mixture({x: open_dataset(x, tfds_dir=tfds_dir, key=key) for x in spec}, spec)
     if spec.startswith(PYTHON_PREFIX):
         return MemoryRows(python_value(spec, key))
     if spec.startswith(EPISODES):
         return MemoryRows(_numbered(spec, key), "episode")
     if spec.startswith("tfds:"):
-        return _TfdsSource(spec, tfds_dir, key)
+        return _TfdsDataset(spec, tfds_dir, key)
     if (of_hub := hub_name(spec)) is not None:
         return _rows_of(data_files(of_hub, key), spec, key)
     path = Path(spec).expanduser()
@@ -132,7 +132,7 @@ def _looked(path: Path) -> str:
     return f"(looked in {directory}{'' if directory.exists() else ', which is not there'}){hint}"
 
 
-def _rows_of(paths: Sequence[Path], spec: str, key: str) -> Source:
+def _rows_of(paths: Sequence[Path], spec: str, key: str) -> Dataset:
     """The rows of one file, or of several one after the other."""
     unread = [path for path in paths if _suffix(path) is None]
     if unread:
@@ -171,7 +171,7 @@ class MemoryRows:
         return f"{self._name} {index + 1}"
 
 
-class ParquetSource:
+class ParquetDataset:
     """The rows of a Parquet file; one row group is in memory at a time.
 
     Args:
@@ -239,7 +239,7 @@ def _without_nulls(value: Any, inside: bool = False) -> Any:
     }
 
 
-class _TfdsSource:
+class _TfdsDataset:
     """A split of a TFDS dataset, read without TensorFlow."""
 
     def __init__(self, spec: str, tfds_dir: str | None, key: str) -> None:
