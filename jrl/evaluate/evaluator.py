@@ -48,11 +48,12 @@ def evaluation_names(run: Run) -> set[str] | None:
     table = run.config.eval
     if run.kind.eval_metrics is None:
         return None
-    answers = run.kind.final_answers(["1"] * table.samples)
+    final = run.kind.final_answers(["1"] * table.samples)
+    answers = None if final is None else [final]
     one = np.ones((1, table.samples), int)
     variants = ["1"] if table.variants_of else None
     names = evaluation_metrics(
-        one == 1, one, pass_k=table.pass_k, answers=answers and [answers], variants_of=variants
+        one == 1, one, pass_k=table.pass_k, answers=answers, variants_of=variants
     ).keys()
     return {*names, *run.kind.eval_metrics}
 

@@ -71,8 +71,12 @@ def obstacles(config: Config) -> list[str]:
         read = look(lambda: kind.read(tokenizer, method, partial(_head, config)))
         if read is not None:
             if meshes is not None and (model is not None or config.model.network is not None):
-                made = config, kind, method, tokenizer, model
-                look(lambda: _check_run(*made, *meshes, read))
+                training, sampling = meshes
+                look(
+                    lambda: _check_run(
+                        config, kind, method, tokenizer, model, training, sampling, read
+                    )
+                )
             elif model is not None:  # on other devices than the run's
                 look(lambda: _check_features(config, kind, method, model))
             look(lambda: check_reward_columns(config, kind, read))
