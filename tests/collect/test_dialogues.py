@@ -107,6 +107,12 @@ def test_the_loss_of_sft_is_the_likelihood_of_the_assistants_words(
     train(config_of(model, talks, *more), echo=lambda line: None)
     (step,) = [r for r in lines(tmp_path / "run" / "metrics.jsonl") if "grad_norm" in r]
     network, tokenizer, token_logprobs = transformer(SHAPE), load_tokenizer(model), []
+
+    @jax.jit
+    def logprobs_of(weights, *inputs):
+        hidden, _ = network.hidden(weights, *inputs)
+        return jax.nn.log_softmax(network.logits(weights, hidden))[0]
+
     for i in range(6):
         last = talk(i)[-1]["content"]
         parts = [("u:2+2?;a:", False), ("3<end>", True), ("u:no;a:", False), (f"{last}<end>", True)]
@@ -114,8 +120,7 @@ def test_the_loss_of_sft_is_the_likelihood_of_the_assistants_words(
         ids = np.array([token for part, _ in encoded for token in part], np.int32)[None]
         mask = np.array([mine for part, mine in encoded for _ in part])
         places = np.arange(ids.shape[1], dtype=np.int32)[None]
-        hidden, _ = network.hidden(weights, ids, places, np.ones_like(ids))
-        logprobs = np.asarray(jax.nn.log_softmax(network.logits(weights, hidden))[0], np.float64)
+        logprobs = np.asarray(logprobs_of(weights, ids, places, np.ones_like(ids)), np.float64)
         token_logprobs += logprobs[places[0, :-1], ids[0, 1:]][mask[1:]].tolist()
     assert step["completion_tokens"] == len(token_logprobs)
     assert step["loss"] == pytest.approx(-np.mean(token_logprobs), abs=1e-5)

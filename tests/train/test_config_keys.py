@@ -301,7 +301,7 @@ ON_TASK = {
     "tree.exploration": (sampled_tokens, "tree.exploration=2.0", "tree.kind=search"),
     "value.kind": (programs, "value.kind=network", "method=ppo"),
     "lora.rank": (sampler, "lora.rank=2"),
-    "lora.alpha": (sampler, "lora.alpha=4.0", "lora.rank=2"),
+    "lora.alpha": (programs, "lora.alpha=4.0", "lora.rank=2"),
     "lora.targets": (sampler, "lora.targets=['q']", "lora.rank=2"),
     "lora.base": (sampler, "lora.base=int8", "lora.rank=2"),
     "data.task": (sampler, "data.task=sorting", "data.difficulty="),
