@@ -201,7 +201,7 @@ def test_any_prepared_tfds_dataset_with_a_config(tmp_path):
 
 @pytest.mark.extra("tfds")
 def test_tfds_errors_name_what_to_set(tfds_dir, tmp_path):
-    with pytest.raises(UserError, match=r"not prepared in .*python -m jrl\.data\.gsm8k"):
+    with pytest.raises(UserError, match=r"not prepared in .*python -m jrl\.zoo\.tools\.gsm8k"):
         open_dataset("tfds:gsm8k", tfds_dir=str(tmp_path))
     with pytest.raises(UserError, match=r"Unknown split 'tset'.*TFDS_DATA_DIR"):
         open_dataset("tfds:gsm8k:tset", tfds_dir=str(tfds_dir))
