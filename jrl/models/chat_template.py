@@ -11,7 +11,7 @@ import datetime
 import functools
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,6 +156,17 @@ def _compiled(template: str) -> jinja2.Template:
     return _environment().from_string(template)
 
 
+def _listed(value: Any) -> list[Any]:
+    """What Jinja's filters such as map make, as a list, which they may as well have made.
+
+    Raises:
+      TypeError: a value that JSON does not have.
+    """
+    if isinstance(value, Iterator):
+        return list(value)
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
 @functools.cache
 def _environment() -> jinja2.Environment:
     """The environment that chat templates are written for."""
@@ -181,7 +192,7 @@ def _environment() -> jinja2.Environment:
         )
 
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+        return json.dumps(value, ensure_ascii=ensure_ascii, default=_listed, **options)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
