@@ -9,6 +9,7 @@ from jrl.config.reward_model import MODEL_NAMES
 from jrl.config.tables import Config
 from jrl.data.datasets import open_dataset
 from jrl.data.fields import ANSWERS, QUESTIONS, check_fields, layout
+from jrl.errors import UserError
 from jrl.rewards import ANSWERLESS
 from jrl.rewards.columns import reads_answer
 from jrl.user_code import load
@@ -33,7 +34,11 @@ def needs_answer(config: Config) -> bool:
 def _reads_answer(name: str, function: str) -> bool:
     if ":" not in function:
         return function not in ANSWERLESS and function not in MODEL_NAMES
-    return reads_answer(load(function, "rewards"), f"rewards.{name}")
+    try:
+        loaded = load(function, "rewards")
+    except UserError:  # what calls the function names the mistake; a sampler calls none
+        return False
+    return reads_answer(loaded, f"rewards.{name}")
 
 
 def check_first_row(config: Config) -> None:

@@ -176,7 +176,7 @@ def test_others_that_learn_from_any_data_are_not(method, model, talks):
     [
         (
             ["sampling.max_new_tokens=9"],
-            r"talks.jsonl, line 1: a row has 13 tokens behind its prom",
+            r"talks.jsonl, line 1: a row has 13 tokens after its prom",
         ),
         (
             ["sampling.max_new_tokens=4", "data.overlong=drop"],

@@ -153,7 +153,7 @@ def test_the_batch_is_what_is_on_disk(model, sessions):
     ("more", "message"),
     [
         (["sampling.temperature=0.7"], "on record are 12 with temperature = 1,"),
-        (["sampling.max_new_tokens=4"], "behind its prompt, and sampling.max_new_tokens is 4"),
+        (["sampling.max_new_tokens=4"], "after its prompt, and sampling.max_new_tokens is 4"),
         (["sampling.max_new_tokens=4", "data.overlong=drop"], "no row is left of 6: 1 have no"),
         (["rewards.math.weight=1"], "rewards = 'math'; choose from reward"),
         (["method=remax"], "'recorded:DIR' does not go with method = 'remax', which draws greedy"),
