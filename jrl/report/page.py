@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from jrl.errors import UserError
 from jrl.report.health import findings
 from jrl.report.samples import spread, thin_samples
-from jrl.storage.metrics import read_jsonl, write_atomic
+from jrl.storage.metrics import read_jsonl, read_summary, write_atomic
 
 MAX_POINTS = 1500
 """Maximum points of a curve in the page; longer curves are thinned evenly, ends kept."""
@@ -144,7 +144,7 @@ def read_run(run: Path) -> RunFiles:
         raise UserError(f"{run} is not a run directory: it has no metrics.jsonl")
     records = read_jsonl(run / "metrics.jsonl")
     header = records.pop(0) if records and "versions" in records[0] else {}
-    summary = _read_summary(run)
+    summary = read_summary(run)
     main, others = find_curves([*records, *_ends(summary)])
     return RunFiles(header, summary or _latest(records), main, others)
 
@@ -307,14 +307,6 @@ def as_page(data: Mapping[str, Any]) -> str:
     text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     template = importlib.resources.files("jrl.report").joinpath("page.html").read_text("utf-8")
     return template.replace("/*DATA*/", text, 1)
-
-
-def _read_summary(run: Path) -> dict[str, Any]:
-    try:
-        summary = json.loads(_read_text(run / "summary.json") or "{}")
-    except json.JSONDecodeError:
-        return {}
-    return summary if isinstance(summary, dict) else {}
 
 
 def _ends(summary: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from jrl.config.write import flatten
 from jrl.errors import UserError
 from jrl.hub import hub_name
 from jrl.methods import show_method
-from jrl.storage.metrics import write_atomic
+from jrl.storage.metrics import read_jsonl, read_summary, write_atomic
 from jrl.system.extras import version
 
 MOST_METRICS = 12
@@ -135,13 +135,9 @@ def _data(config: Config) -> list[str]:
 def _metrics(config: Config) -> list[str]:
     """Rows of the run's summary, or of its newest record; one line where there is neither."""
     directory = Path(config.run.dir or "")
-    record: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        record = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
-    if not record:
-        with contextlib.suppress(OSError, ValueError):
-            *_, last = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-            record = json.loads(last)
+    record = read_summary(directory)
+    if not record and (records := read_jsonl(directory / "metrics.jsonl")):
+        record = records[-1]
     evaluated = record.pop("eval_after", None) or {}
     record |= {f"eval {key}": value for key, value in evaluated.items()}
     numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and v is not True}

@@ -108,6 +108,16 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     return _parsed(Path(path).read_text(encoding="utf-8", errors="replace"))
 
 
+def read_summary(directory: str | Path) -> dict[str, Any]:
+    """The object in a run's ``summary.json``; {} without one, as before the run's end."""
+    try:
+        text = (Path(directory) / "summary.json").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    summary = json_or_none(text)
+    return summary if isinstance(summary, dict) else {}
+
+
 def _parsed(text: str) -> list[dict[str, Any]]:
     records = []
     # not splitlines(): a record's text may hold other line separators, such as U+2028
@@ -272,10 +282,10 @@ class RunWriter:
         """
         metrics: dict[str, Any] = {}
         if self._active:
-            with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
-                summary = json.loads((self.dir / "summary.json").read_text(encoding="utf-8"))
-                if summary["steps"] == step:
-                    metrics = {f"eval/{name}": x for name, x in summary["eval_after"].items()}
+            summary = read_summary(self.dir)
+            after = summary.get("eval_after")
+            if summary.get("steps") == step and isinstance(after, dict):
+                metrics = {f"eval/{name}": x for name, x in after.items()}
         return {"step": step, **first_says(metrics)}
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:

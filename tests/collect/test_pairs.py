@@ -335,8 +335,6 @@ def test_an_ensemble_of_runs(place, rewarder, tmp_path):
 
     one = points(f"path={path}")
     np.testing.assert_allclose(points(f"path=[{path}, {path}], ensemble='min'"), one, atol=1e-6)
-    with pytest.raises(UserError, match="these data have no turns"):
-        points(f"path={path}, by='turn'")
     linked = points(f"path={path}, link='sigmoid'")
     np.testing.assert_allclose(linked, 1 / (1 + np.exp(-one)), atol=1e-6)
     assert np.ptp(one) > 0.1

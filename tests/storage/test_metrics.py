@@ -10,7 +10,14 @@ import pytest
 
 from jrl.config import load_config
 from jrl.errors import StorageError, UserError
-from jrl.storage.metrics import RunWriter, check_run_dir, plain, read_jsonl, write_atomic
+from jrl.storage.metrics import (
+    RunWriter,
+    check_run_dir,
+    plain,
+    read_jsonl,
+    read_summary,
+    write_atomic,
+)
 
 
 def config_in(directory, *overrides):
@@ -217,3 +224,17 @@ def test_numbers_survive_exactly(tmp_path):
     writer.write(1, {"a": np.float64(math.pi), "b": np.int64(2**53 + 1)})
     record = strict(tmp_path / "metrics.jsonl")[1]
     assert (record["a"], record["b"]) == (math.pi, 2**53 + 1)
+
+
+DAMAGED = ("", "[1, 2]", "null", "{", '{"steps": 2, "eval_after": 1}')
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_damaged_summary_has_no_evaluation(tmp_path, text):
+    writer = RunWriter(config_in(tmp_path / "run"))
+    (tmp_path / "run" / "summary.json").write_text(text)
+    assert isinstance(read_summary(tmp_path / "run"), dict)
+    assert set(writer.last_evaluation(2)) == {"step"}
+    (tmp_path / "run" / "summary.json").write_text('{"steps": 2, "eval_after": {"accuracy": 0.5}}')
+    assert writer.last_evaluation(2)["eval/accuracy"] == 0.5
+    writer.close()
