@@ -257,21 +257,20 @@ def judged_parts(
       split: "train" or "eval".
     """
     rewards, stages = run.rewards, list[Stage]()
-    gives, functions = rewards.given_by("data"), rewards.given_by("function")
-    gives = getattr(
-        source, "parts", gives
-    )  # an environment's parts win over functions of that name
+    # An environment's parts win over functions of that name.
+    gives = getattr(source, "parts", rewards.given_by("data"))
+    functions = rewards.given_by("function")
     on_host, judges, calls = None, None, None
     if functions and pool is not None:
         on_host = HostScorer(pool, run.tokenizer, split, run.config.train.steps)
     if rewards.given_by("judge"):
         judges = judges_of(run, split)
-    certain = gives
+    certain, staged = gives, on_host
     if isinstance(source, EndsRows) and (on_host or judges):
         calls = RowCalls(on_host, judges)
         source.ended = calls.submit
     if isinstance(source, TextSource):
-        gives, certain = functions, ()  # it calls the functions itself
+        gives, certain, staged = functions, (), None  # it calls the functions itself
         if source.draws > 1 and (on_host or judges):
             calls = RowCalls(on_host, judges)
             source = dataclasses.replace(source, calls=calls)
@@ -281,8 +280,8 @@ def judged_parts(
     if rewards.text_models:
         models = TextParts(rewards.text_models, run.tokenizer, run.config.train.steps)
         stages.append(judge_stage(models, prompts_seen(run)))
-    if on_host is not None and not isinstance(source, TextSource):
-        stages.append(function_stage(on_host, prompts_seen(run), calls))
+    if staged is not None:
+        stages.append(function_stage(staged, prompts_seen(run), calls))
     if judges is not None:
         stages.append(judge_stage(judges, prompts_seen(run)))
     if names := rewards.given_by("likelihood"):

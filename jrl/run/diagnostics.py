@@ -40,12 +40,16 @@ _ROWS = 100
 """Rows of each source that become prompts at least, to see whether fields and template fit."""
 
 
-def obstacles(config: Config) -> list[str]:
+def obstacles(config: Config, *, together: bool = True) -> list[str]:
     """The obstacles of a configuration here, one line each; [] if none.
 
-    Each part is looked at alone, so that one that is wrong does not hide the others; where all are
-    right, whether they go together. Checkpoints are read up to their headers, data up to its first
-    rows.
+    Each part is looked at alone, so that one that is wrong does not hide the others. Checkpoints
+    are read up to their headers, data up to its first rows.
+
+    Args:
+      config: of the run.
+      together: whether parts that are right are also checked to go together, as a run checks them,
+        which calls functions of one's own.
     """
     mistakes = Mistakes()
     look = mistakes.look
@@ -70,14 +74,15 @@ def obstacles(config: Config) -> list[str]:
     if kind is not None and method is not None and tokenizer is not None:
         read = look(lambda: kind.read(tokenizer, method, partial(_head, config)))
         if read is not None:
-            if meshes is not None and (model is not None or config.model.network is not None):
+            has_network = model is not None or config.model.network is not None
+            if together and meshes is not None and has_network:
                 training, sampling = meshes
                 look(
                     lambda: _check_run(
                         config, kind, method, tokenizer, model, training, sampling, read
                     )
                 )
-            elif model is not None:  # on other devices than the run's
+            elif together and model is not None:  # on other devices than the run's
                 look(lambda: _check_features(config, kind, method, model))
             look(lambda: check_reward_columns(config, kind, read))
             look(lambda: check_judges(config, read.prompts["train"]))
@@ -101,7 +106,8 @@ def with_others(error: UserError, config: Config) -> UserError:
     lines = str(error).splitlines()
     seen_lines = {bare(line) for line in lines}
     # Without math-verify a run continues, so that is no mistake beside another.
-    others = [line for line in obstacles(config) if line != missing_math(config)]
+    parts = obstacles(config, together=False)
+    others = [line for line in parts if line != missing_math(config)]
     return UserError("\n".join(lines + [line for line in others if bare(line) not in seen_lines]))
 
 

@@ -139,7 +139,12 @@ def test_a_run_that_is_refused_names_all_that_is_wrong(tmp_path):
 
 def test_an_error_is_not_said_twice_because_it_counts_otherwise(monkeypatch):
     config = load_config(None, ["data.task=sorting", SIZES])
-    monkeypatch.setattr(lacking, "obstacles", lambda config: ["a.jsonl, 2 rows", "seed = 1"])
+
+    def parts(config, *, together):
+        assert not together  # a run that failed does not call functions of one's own again
+        return ["a.jsonl, 2 rows", "seed = 1"]
+
+    monkeypatch.setattr(lacking, "obstacles", parts)
     error = lacking.with_others(UserError("a.jsonl, 500 rows"), config)
     assert str(error).splitlines() == ["a.jsonl, 500 rows", "seed = 1"]
 
