@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jrl.collect.sources import FromPrompts, Groups, all_entries
+from jrl.collect.sources import FromPrompts, Groups, all_entries, epoch_order
 from jrl.data.pairs import Judged, judged_batch
 from jrl.episodes.transcript import RowShape, Transcript, to_rollout
 from jrl.errors import UserError
@@ -56,10 +56,15 @@ class JudgedSource(FromPrompts):
     sizes: BatchSizes
     seed: int | None
 
-    @property
-    def all_prompts(self) -> Sequence[Prompt]:  # type: ignore[override]
-        """Those of the completions."""
-        return Prompts(self.judged)
+    def order(self, tickets: np.ndarray) -> np.ndarray:
+        """As ``Source.order``: epoch after epoch."""
+        return epoch_order(self.seed, tickets, len(self.judged))
+
+    def prompts(self, key: Any, rows: np.ndarray) -> tuple[list[Prompt], list[Prompt]]:
+        """As ``Source.prompts``: those of the completions."""
+        chosen = [self.judged[i] for i in np.asarray(rows).tolist()]
+        prompts = [_prompt_of(one) for one in chosen]
+        return prompts, prompts
 
     def draw(self, request: DrawRequest) -> Groups:
         """As ``Source.draw``; only the rows are read, since nothing is drawn."""
@@ -74,27 +79,6 @@ class JudgedSource(FromPrompts):
           UserError: always.
         """
         raise UserError("data.pairs holds the scores of its own completions alone")
-
-
-class Prompts(Sequence[Prompt]):
-    """The prompts of judged completions, each made where it is read."""
-
-    def __init__(self, judged: Sequence[Judged]) -> None:
-        self._judged = judged
-
-    def __len__(self) -> int:
-        """Their number."""
-        return len(self._judged)
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
-    def __getitem__(self, index: Any) -> Any:
-        """One of them, or some."""
-        if isinstance(index, slice):
-            return Prompts(self._judged[index])
-        return _prompt_of(self._judged[index])
 
 
 def _prompt_of(one: Judged) -> Prompt:
