@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -12,12 +11,10 @@ import numpy as np
 from jrl.collect.members import is_plain, members_of
 from jrl.collect.resharding import ReshardedSampler
 from jrl.collect.sources import simple_request
-from jrl.config import Config, from_table
+from jrl.config import Config
 from jrl.errors import UserError
 from jrl.mesh import placed_shapes
 from jrl.methods.plan import dry_view
-from jrl.models import hf
-from jrl.models.config import ModelConfig
 from jrl.setup.frozen import run_shape
 from jrl.setup.kinds import kind_of
 from jrl.setup.run import Run
@@ -51,25 +48,10 @@ def abstract_run(config: Config, mesh: jax.sharding.Mesh) -> Run:
         config,
         mesh,
         kind=kind,
-        model=run_model(config, kind.task),
+        model=run_shape(config, kind.task, runs=False),
         tokenizer=_Ids(),
         width=kind.prompt_tokens,
     )
-
-
-def run_model(config: Config, task: Any) -> ModelConfig:
-    """The sizes of the policy: the task's, the checkpoint's, or those of ``model.config`` alone."""
-    choice = config.model
-    types: dict[str, Any] = {"dtype": choice.dtype, "param_dtype": choice.param_dtype}
-    if choice.path is not None:
-        hf.read_config(Path(choice.path))
-    if config.data.has_solutions or choice.path:
-        return run_shape(config, task)
-    if choice.config is None:
-        raise UserError(
-            "model.path and model.config are both missing; a plan needs the sizes of the model"
-        )
-    return from_table("model.config", ModelConfig, types | choice.config)
 
 
 # ---------------------------------------------------------------- the two programs, lowered

@@ -26,10 +26,10 @@ from jrl.models.config import ModelConfig
 from jrl.models.layers import REMAT
 from jrl.plan.estimate import Training, resharding_seconds, sampling_seconds, training_seconds
 from jrl.plan.isolate import EndedError, Isolated
-from jrl.plan.lower import run_model
 from jrl.plan.make import half, make_plan
 from jrl.plan.records import Plan
 from jrl.plan.topology import Topology
+from jrl.setup.frozen import run_shape
 from jrl.setup.gather import slots_on_chip
 from jrl.setup.kinds import kind_of
 from jrl.setup.run import remat_of
@@ -140,7 +140,7 @@ def search(
     Raises:
       UserError: no mesh divides the model and the batch over the chips.
     """
-    model = run_model(config, kind_of(config).task)
+    model = run_shape(config, kind_of(config).task, runs=False)
     candidates = list(enumerate_candidates(config, model, topology))
     if not candidates:
         raise UserError(

@@ -65,6 +65,11 @@ class TaskKind(Kind):
         return self.task.tokenizer
 
     @property
+    def tokenizer_facts(self) -> str:
+        """All tasks have one alphabet."""
+        return "the tasks' own"
+
+    @property
     def new_tokens(self) -> int:
         """T, the task's."""
         return self.task.completion_tokens

@@ -29,8 +29,13 @@ from jrl.setup.objective import method_of
 from jrl.types import Params
 
 
-def run_shape(config: Config, task: Task | Env | None) -> ModelConfig:
+def run_shape(config: Config, task: Task | Env | None, *, runs: bool = True) -> ModelConfig:
     """The shape of a run's policy, from its checkpoint or its own sizes.
+
+    Args:
+      config: of the run.
+      task: the task or environment on the device, which has a tokenizer; None without one.
+      runs: whether the policy reads text; a plan counts its sizes alone, without a tokenizer.
 
     Raises:
       UserError: neither is given, or it is a network of one's own.
@@ -44,7 +49,7 @@ def run_shape(config: Config, task: Task | Env | None) -> ModelConfig:
     types: dict[str, Any] = {"dtype": choice.dtype, "param_dtype": choice.param_dtype}
     if choice.path is not None:
         return dataclasses.replace(hf.read_config(Path(choice.path), "model.path"), **types)
-    if task is None:
+    if task is None and runs:
         raise UserError(
             "model.path is missing: training on data.train needs a checkpoint directory with a "
             "tokenizer; for a model from random weights name a procedural task in data.task, or an"
@@ -52,6 +57,8 @@ def run_shape(config: Config, task: Task | Env | None) -> ModelConfig:
         )
     if choice.config is None:
         raise UserError("model.path and model.config are both missing; give one of them")
+    if task is None:
+        return from_table("model.config", ModelConfig, types | choice.config)
     length = task.prompt_tokens + task.completion_tokens
     sizes = {"vocab_size": task.vocab_size, "max_length": length} | types | choice.config
     shape = from_table("model.config", ModelConfig, sizes)

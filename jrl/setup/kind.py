@@ -20,6 +20,7 @@ from jrl.data.tasks import Task
 from jrl.episodes import Env
 from jrl.episodes.transcript import Transcript
 from jrl.errors import UserError
+from jrl.hub import model_directory
 from jrl.methods.base import Method
 from jrl.methods.plan import Plan
 from jrl.models.config import ModelConfig
@@ -122,6 +123,11 @@ class Kind:
     def tokenizer(self) -> Any:
         """The task's; None where a checkpoint has it."""
         return None
+
+    @property
+    def tokenizer_facts(self) -> bytes | str:
+        """Facts that two runs share if their tokens mean the same."""
+        return (model_directory(self.config.model.path or "") / "tokenizer.json").read_bytes()
 
     @property
     def players(self) -> int:

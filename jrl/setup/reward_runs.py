@@ -51,19 +51,12 @@ def reward_run(config: Config, key: str, path: str) -> Config:
             f"{key} = {path!r} trained {theirs.method!r}, which gives {outputs} numbers for each"
             " token; a value network starts from a reward model with one"
         )
-    if tokenizer_of(theirs) != tokenizer_of(config):
+    if kind_of(theirs).tokenizer_facts != kind_of(config).tokenizer_facts:
         raise UserError(
             f"{key} = {path!r} was trained with another tokenizer than the policy's; "
             "train it from a checkpoint with the policy's tokenizer"
         )
     return theirs
-
-
-def tokenizer_of(config: Config) -> bytes | str:
-    """Facts that two configurations share if their tokens mean the same."""
-    if config.data.has_solutions:
-        return "the tasks' own"
-    return (model_directory(config.model.path or "") / "tokenizer.json").read_bytes()
 
 
 def value_shape(config: Config) -> ModelConfig:
@@ -85,7 +78,7 @@ def value_shape(config: Config) -> ModelConfig:
     directory = model_directory(path, "value.path")
     shape = hf.read_config(directory, "value.path", classifier=True)
     file = directory / "tokenizer.json"
-    if not file.exists() or file.read_bytes() != tokenizer_of(config):
+    if not file.exists() or file.read_bytes() != kind_of(config).tokenizer_facts:
         raise UserError(
             f"value.path = {path!r} has another tokenizer than the policy's; name a reward model"
             " that was trained from a checkpoint with the policy's tokenizer"

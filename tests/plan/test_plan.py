@@ -35,6 +35,7 @@ from jrl.plan.search import Candidate, Estimates, enumerate_candidates
 from jrl.plan.text import as_text, search_text
 from jrl.plan.topology import CHIPS, axis_bandwidth, compile_devices, larger, parse_topology
 from jrl.setup import gather
+from jrl.setup.frozen import run_shape
 from jrl.train import programs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -286,7 +287,7 @@ def test_what_cannot_be_divided_is_refused_before_anything_is_compiled():
 def test_missing_sizes_are_named():
     config = build_config({"train": {"prompts": 8}})
     with pytest.raises(UserError, match=r"model.config are both missing"):
-        lower.run_model(config, None)
+        run_shape(config, None, runs=False)
 
 
 def test_a_plan_that_is_too_large_says_by_how_much_and_what_would_do():
@@ -295,7 +296,7 @@ def test_a_plan_that_is_too_large_says_by_how_much_and_what_would_do():
     mesh = SimpleNamespace(shape=shape, devices=np.array([chip]), size=4)
     topology, gib = parse_topology("v5e:2x2"), plan_memory.GIB
 
-    model = lower.run_model(tiny(), None)
+    model = run_shape(tiny(), None, runs=False)
 
     def remedies(name, config, **sizes):
         run = SimpleNamespace(config=config, mesh=mesh, model=model, shape=model, rollout_mesh=None)
@@ -411,7 +412,7 @@ def test_every_out_of_memory_error_of_xla_is_read():
 def test_the_search_proposes_only_what_divides_and_prefers_what_fits():
     config = load_config(CONFIGS / "pod_8b_v6e.toml")
     topology = parse_topology("v6e:8x8")
-    model = lower.run_model(config, None)
+    model = run_shape(config, None, runs=False)
     candidates = list(enumerate_candidates(config, model, topology))
     assert {c.rollout is None for c in candidates} == {False, True}
     for c in candidates:
@@ -454,7 +455,8 @@ def test_few_slots_take_more_turns_and_less_memory():
     def seconds(bytes_kept, **sampling):
         overrides = [f"sampling.{name}={value}" for name, value in sampling.items()]
         config = load_config(CONFIGS / "pod_8b_v6e.toml", overrides)
-        return sampling_seconds(config, lower.run_model(config, None), topology, mesh, bytes_kept)
+        model = run_shape(config, None, runs=False)
+        return sampling_seconds(config, model, topology, mesh, bytes_kept)
 
     assert seconds(0.0) < seconds(0.0, slots=512) < 2 * seconds(0.0)
     room = 24.0 * plan_memory.GIB
@@ -586,7 +588,8 @@ def test_a_process_that_ends_is_told_from_an_error_and_the_next_call_has_another
 
 def test_estimates_divide_experts_alone_over_the_expert_axis():
     config = load_config(CONFIGS / "pod_30b_a3b_v5p.toml")
-    model, one = lower.run_model(config, None), {"data": 1, "fsdp": 1, "tensor": 1, "context": 1}
+    model = run_shape(config, None, runs=False)
+    one = {"data": 1, "fsdp": 1, "tensor": 1, "context": 1}
     undivided, split = (gather.weight_numbers(model, one | {"expert": n}) for n in (1, 4))
     experts = 48 * 128 * (3 * 2048 * 768 + 2048)  # and the router's columns
     assert undivided - split == experts * 3 / 4
