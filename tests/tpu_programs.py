@@ -208,7 +208,7 @@ def _kernels_of_a_step() -> Iterator[tuple[Callable[..., Any], tuple]]:
         return both | (scales if number is short else {})
 
     for size, number in ((64, shape), (128, short), (128, shape), (256, shape)):
-        turn = gk.Turn(floats(64, size // 2), floats(64, size // 2), shape(size), shape(size))
+        turn = gk.Rotation(floats(64, size // 2), floats(64, size // 2), shape(size), shape(size))
         reach = gk.Reach(ints(64), ints(64), ints(8), ints(8))
         caches = cache(64, 128, size, number), cache(8, 256, size, number)
         yield attend, (floats(2, 64, 8, 4, size), *caches, turn, reach)

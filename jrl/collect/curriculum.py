@@ -92,7 +92,7 @@ class Written(NamedTuple):
     prompt: Prompt
 
 
-class Tools:
+class RunTools:
     """``methods.curriculum.RoundTools`` of one round.
 
     Args:
@@ -225,7 +225,7 @@ class HostRounds(NamedTuple):
         if between is None or int(request.step) % between.every:
             return collected
         state = request, self.source, setting, self.problems, self.host
-        tools = Tools(*state, collected.added)
+        tools = RunTools(*state, collected.added)
         with waiting("problems of a round", tools.progress):
             after = between.run(collected.curriculum, tools)
         return collected.replace(curriculum=after, added=tools.added)

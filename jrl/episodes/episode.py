@@ -58,7 +58,7 @@ class Sampled(NamedTuple):
 
 
 @dataclasses.dataclass
-class Turn:
+class TurnState:
     """The current turn, and the end of the last one.
 
     Attributes:
@@ -228,7 +228,12 @@ class Episode:
         self.state = ABSENT
         self.opening, self.room = np.zeros(0, np.int32), 0
         self.at, self.segments, self.totals = Position(), list[Segment](), Totals({}, {})
-        self.turn, self.clock, self.row_state, self.branch = Turn(), Clock(), RowState(), Branch()
+        self.turn, self.clock, self.row_state, self.branch = (
+            TurnState(),
+            Clock(),
+            RowState(),
+            Branch(),
+        )
         self.pending: Pending | None = None
         self.call: EnvCall | None = None
         self.ending: Ending | None = None

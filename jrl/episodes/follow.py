@@ -37,7 +37,7 @@ Next = Continue | StopReason
 """An episode continues, or ends."""
 
 
-class Rules(NamedTuple):
+class TurnRules(NamedTuple):
     """Limits of episodes, and the order of players.
 
     Attributes:
@@ -133,10 +133,10 @@ class Rules(NamedTuple):
         return episode.at.context + 1 >= self.limits.contexts
 
 
-def rules_of(env: HostEnv, chat: Format) -> Rules:
+def rules_of(env: HostEnv, chat: Format) -> TurnRules:
     """The rules of an environment's episodes."""
     reserve = summary_room(env, chat)
-    return Rules(env.limits, env.players, StopReason.DONE, chat, env.chat.summary, reserve)
+    return TurnRules(env.limits, env.players, StopReason.DONE, chat, env.chat.summary, reserve)
 
 
 def summary_request(chat: Format, text: str, *, closed: bool, first: bool) -> list[int]:

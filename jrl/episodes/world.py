@@ -16,7 +16,7 @@ from jrl.episodes.calls import Answer, Calls
 from jrl.episodes.chat import Format
 from jrl.episodes.env_calls import call_init, call_step
 from jrl.episodes.episode import Episode
-from jrl.episodes.follow import Rules, rules_of
+from jrl.episodes.follow import TurnRules, rules_of
 from jrl.episodes.host import Feedback, HostEnv, Limits
 from jrl.models.tokenizer import Tokenizer
 from jrl.types import StopReason
@@ -36,7 +36,7 @@ class World(Protocol):
         """Name for reports of long waits."""
 
     @property
-    def rules(self) -> Rules:
+    def rules(self) -> TurnRules:
         """Rules for the end of a turn."""
 
     @property
@@ -81,7 +81,7 @@ class HostWorld(NamedTuple):
     env: HostEnv
     chat: Format
     tokenizer: Tokenizer
-    rules: Rules
+    rules: TurnRules
 
     @property
     def name(self) -> str:
@@ -153,7 +153,7 @@ class TextWorld:
     def __init__(self, ends: Sequence[int], step_tokens: int = 0) -> None:
         # A completion has no number of turns and no clock: its token limit is the row's own.
         limits = Limits(turns=_ENDLESS, turn_tokens=step_tokens, episode_seconds=0.0)
-        self.rules = Rules(limits, done=StopReason.STOP_TOKEN)
+        self.rules = TurnRules(limits, done=StopReason.STOP_TOKEN)
         self.inbox: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._ends = frozenset(ends)
 

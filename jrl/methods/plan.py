@@ -28,7 +28,7 @@ def same_version(step: Any) -> Any:
     return step
 
 
-class Policy(NamedTuple):
+class DrawingPolicy(NamedTuple):
     """A policy that draws besides the one that is trained.
 
     Attributes:
@@ -97,7 +97,7 @@ class Plan(NamedTuple):
     members: Callable[[int], int] = nothing
     prompts: Callable[[int], int] = nothing
     tokens: int = 0
-    policies: tuple[Policy, ...] = ()
+    policies: tuple[DrawingPolicy, ...] = ()
     tree: Branching | Search | None = None
     estimate: Callable[[Array], Array] | None = None
 

@@ -316,7 +316,7 @@ def fused(
       Functions for ``layers.block``; ``attend`` returns the layer's new pieces besides.
     """
     # Pallas is slow to import.
-    from jrl.models.gpu_kernels import Reach, Scores, Turn, added_norm, attend_cache
+    from jrl.models.gpu_kernels import Reach, Rotation, Scores, added_norm, attend_cache
 
     window = config.windows[layer]
     rows, prompt = cache.rows[layer][0], None
@@ -336,7 +336,7 @@ def fused(
 
     # Each device looks at its own rows and heads; nothing is sent.
     def look(x: Array, rows: Any, prompt: Any, turn: tuple, reached: tuple) -> Any:
-        positions = Turn(*turn), Reach(*reached)
+        positions = Rotation(*turn), Reach(*reached)
         return attend_cache(x, rows, prompt, *positions, how=how, interpret=_interpret())
 
     def attend(out: Any, vectors: tuple[Array | None, ...]) -> tuple[Array, Any]:

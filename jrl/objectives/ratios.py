@@ -30,7 +30,7 @@ from jrl.objectives.kl import LOG_RATIO_LIMIT, bounded_exp
 from jrl.system.readable import readable
 from jrl.types import Array, Stats, Surrogate
 
-Step = Callable[[Array, Array, Array, Stats], tuple[Array, Stats]]
+Reweighting = Callable[[Array, Array, Array, Stats], tuple[Array, Stats]]
 """(log_ratio [T] nats, advantages [T], mask [T], stats) -> ([T], metrics), of one sequence."""
 
 
@@ -43,7 +43,7 @@ class Ratio(NamedTuple):
       labels: names of the labels in ``Batch.ids`` that it reads, among the statistics.
     """
 
-    apply: Step
+    apply: Reweighting
     needs: frozenset[str] = frozenset()
     labels: frozenset[str] = frozenset()
 
@@ -60,7 +60,7 @@ class Rule(NamedTuple):
       needs: names of further statistics that it reads.
     """
 
-    apply: Step
+    apply: Reweighting
     needs: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
@@ -178,7 +178,7 @@ def clip(low: float = 0.2, high: float = 0.2, dual_clip: float | None = None) ->
     return clip_between(lambda stats: (1 - low, 1 + high), dual_clip)
 
 
-def weight(function: Step, needs: frozenset[str] = frozenset()) -> Rule:
+def weight(function: Reweighting, needs: frozenset[str] = frozenset()) -> Rule:
     """``-sg(w) A log pi``: a weight without gradient, so that no token's gradient is cut off.
 
     Args:

@@ -59,7 +59,7 @@ _NOT_STARTED = (
 )
 
 
-class Limits(Protocol):
+class CallLimits(Protocol):
     """Limits of one call: seconds, and GiB of its worker and the worker's descendants."""
 
     timeout_seconds: float
@@ -102,7 +102,7 @@ class Workers:
       printed: bytes that the workers have printed since somebody set it to 0.
     """
 
-    def __init__(self, functions: Mapping[str, RewardFn], count: int, limits: Limits) -> None:
+    def __init__(self, functions: Mapping[str, RewardFn], count: int, limits: CallLimits) -> None:
         for name, function in functions.items():
             try:
                 # Each by itself, so that the error names the function.

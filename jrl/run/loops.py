@@ -27,7 +27,7 @@ from jrl.train import programs
 from jrl.train.batches import training_batches
 from jrl.train.compiled import Iteration, iterate
 from jrl.train.loop import train_steps
-from jrl.train.step import Step
+from jrl.train.step import TrainStep
 from jrl.train.step_metrics import Metrics
 from jrl.types import Array, Batch, Params, TrainState
 
@@ -57,7 +57,7 @@ class Training(NamedTuple):
     stopping: Stopping
     pool: RewardPool | None
     echo: Callable[[str], object]
-    step: Step
+    step: TrainStep
 
 
 # ---------------------------------------------------------------- batches made on the host

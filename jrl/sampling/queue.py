@@ -59,7 +59,7 @@ class Queue(struct.PyTreeNode):
 
 Advance = Callable[[Queue, Array | int, Array | int], Queue]
 """(queue, steps, until) -> the queue after ``decode`` of its slots."""
-Recorded = Callable[[Any], Array] | None
+ReadsRecorded = Callable[[Any], Array] | None
 """Reads the routing record in a cache's own arrays, ``NetworkExtras.recorded``."""
 
 
@@ -67,7 +67,7 @@ def finish(
     queue: Queue,
     sequences: Sequences,
     advance: Advance,
-    recorded: Recorded,
+    recorded: ReadsRecorded,
     *,
     block: int,
     smaller: tuple[int, ...],
@@ -79,7 +79,7 @@ def finish(
       queue: with the first sequences in its slots.
       sequences: all of them.
       advance: decodes.
-      recorded: see ``Recorded``.
+      recorded: see ``ReadsRecorded``.
       block: slots that are refilled together; they share a prompt.
       smaller: slots of the smaller states, falling; empty to stay in the first one.
       chunk: decode steps between refills of free slots.
@@ -109,7 +109,7 @@ def finish(
     return _hand_over(queue, recorded)
 
 
-def _hand_over(queue: Queue, recorded: Recorded, rows: Array | None = None) -> Queue:
+def _hand_over(queue: Queue, recorded: ReadsRecorded, rows: Array | None = None) -> Queue:
     """The queue with some or all slots written to their sequences' results."""
     slots, results = queue.slots, queue.results
     chosen = (lambda x: x) if rows is None else (lambda x: x[rows])
@@ -134,7 +134,7 @@ def _hand_over(queue: Queue, recorded: Recorded, rows: Array | None = None) -> Q
     )
 
 
-def _refill(queue: Queue, sequences: Sequences, block: int, recorded: Recorded) -> Queue:
+def _refill(queue: Queue, sequences: Sequences, block: int, recorded: ReadsRecorded) -> Queue:
     """The queue with the next sequences in the blocks of slots whose own have all ended."""
     rows = queue.results.tokens.shape[0]
     members = rows // sequences.last.shape[0]
@@ -168,7 +168,7 @@ def _refill(queue: Queue, sequences: Sequences, block: int, recorded: Recorded) 
         return jax.lax.while_loop(more, refill_one, queue)
 
 
-def _compact(queue: Queue, size: int, recorded: Recorded) -> Queue:
+def _compact(queue: Queue, size: int, recorded: ReadsRecorded) -> Queue:
     """The queue with its live slots, at most ``size``, in a state of that size."""
     # Written out first: a row that has ended may have no place in the smaller state.
     queue = _hand_over(queue, recorded)

@@ -46,7 +46,7 @@ from jrl.setup.features import check_features, method_features
 from jrl.system.compile_reports import report_traced_run
 from jrl.train.hyperparameters import Hyperparameters, choose_hyperparameters, method_with
 from jrl.train.state import init_state
-from jrl.train.step import Step, check_value, make_step
+from jrl.train.step import TrainStep, check_value, make_step
 from jrl.train.step_metrics import Metrics, with_slot_use
 from jrl.types import NOTHING, Array, Network, Params, TrainState, ValueNetwork, stream
 from jrl.types.asks import Asks, DrawRequest
@@ -62,7 +62,7 @@ class Iteration(NamedTuple):
       rollout: (request, sampling_params=) -> groups.
     """
 
-    train: Step
+    train: TrainStep
     setting: Setting
     network: Network
     rollout: Callable[..., Groups]
@@ -119,7 +119,7 @@ class Iteration(NamedTuple):
 
 
 def make_iteration(
-    step: Step,
+    step: TrainStep,
     *,
     method: Method,
     task: Task | Env,
@@ -376,7 +376,7 @@ def make_run(
         policy, _ = warm_start(state.key, policy, task=task, network=network, **warmup)
         return with_policy(state, policy, rate, network=network, unchanged_policies=frozen)
 
-    def one_step(used: Method, rate: optax.GradientTransformation) -> Step:
+    def one_step(used: Method, rate: optax.GradientTransformation) -> TrainStep:
         return make_step(
             network=network,
             objective=used.objective,

@@ -15,7 +15,7 @@ from typing import Any
 
 from jrl.collect.collector import Collects
 from jrl.collect.sources import Groups
-from jrl.train.step import Step
+from jrl.train.step import TrainStep
 from jrl.train.step_metrics import Metrics
 from jrl.types import Params, TrainState
 
@@ -28,7 +28,7 @@ def policy_weights(state: TrainState) -> dict[str, Params]:
 def train_steps(
     state: TrainState,
     batches: Collects,
-    step: Step,
+    step: TrainStep,
     sampling_params: Any,
     steps: int,
     *,

@@ -36,7 +36,7 @@ from jrl.train.compiled import Iteration, make_iteration, shown_in_compiled
 from jrl.train.reward_model import value_start
 from jrl.train.router import router_training
 from jrl.train.state import init_policy, init_state, state_shardings
-from jrl.train.step import Step, compile_step, make_step
+from jrl.train.step import TrainStep, compile_step, make_step
 from jrl.train.watch import skip_rule
 from jrl.types import Branching, Network, Params, TrainState
 
@@ -287,7 +287,7 @@ def drawing_mesh(run: Run, split: str = "train") -> Mesh:
     return rollout_mesh or sampler_mesh(run.config, run.mesh) or run.mesh
 
 
-def train_program(run: Run, shardings: TrainState) -> Step:
+def train_program(run: Run, shardings: TrainState) -> TrainStep:
     """Program 2, compiled."""
     return compile_step(make_train_step(run, shown_groups(run)), shardings, run.mesh)
 
@@ -313,7 +313,7 @@ def packer(run: Run) -> Packer | None:
     return Packer(run.config.train.microbatches, batch_shards(run.mesh))
 
 
-def make_train_step(run: Run, shown: int = 0) -> Step:
+def make_train_step(run: Run, shown: int = 0) -> TrainStep:
     """Program 2 as a pure function; see ``make_step`` for ``shown``."""
     train = run.config.train
     return make_step(

@@ -48,7 +48,7 @@ COMPILED, SCALED, COUNTED = 0.95, 0.93, 0.9
 piece), one that is counted and scaled by what a compiled one took, and one that is only counted."""
 
 
-class Choice(NamedTuple):
+class RematChoice(NamedTuple):
     """The rematerialisation of a run.
 
     Attributes:
@@ -68,7 +68,7 @@ class Choice(NamedTuple):
     def text(self) -> str:
         """A line for a person.
 
-        >>> Choice("mlp", 60 * 2**30, 75 * 2**30, {"elementwise": 90.0 * 2**30}).text()
+        >>> RematChoice("mlp", 60 * 2**30, 75 * 2**30, {"elementwise": 90.0 * 2**30}).text()
         'model.remat = auto: mlp, about 60 GiB of 75 GiB; elementwise would take 90 GiB'
         """
         about = "" if self.compiled else "about "
@@ -102,7 +102,7 @@ def settled(run: Run, echo: Callable[[str], object] = lambda line: None) -> Run:
     return with_remat(run, choice.remat)
 
 
-def choose(run: Run, limit: float, measure: Callable[[Run], float] | None = None) -> Choice:
+def choose(run: Run, limit: float, measure: Callable[[Run], float] | None = None) -> RematChoice:
     """The first of ``ORDER`` that fits, or else the last.
 
     Args:
@@ -126,7 +126,7 @@ def choose(run: Run, limit: float, measure: Callable[[Run], float] | None = None
         if size <= share * limit or remat == ORDER[-1]:
             break
         refused[remat] = size
-    return Choice(remat, size, limit, refused, share == COMPILED)
+    return RematChoice(remat, size, limit, refused, share == COMPILED)
 
 
 def with_remat(run: Run, remat: str) -> Run:

@@ -48,7 +48,7 @@ from jrl.types import (
     stream,
 )
 
-Step = Callable[[TrainState, Batch, SamplingParams], tuple[TrainState, Metrics]]
+TrainStep = Callable[[TrainState, Batch, SamplingParams], tuple[TrainState, Metrics]]
 
 
 class Parts(NamedTuple):
@@ -79,7 +79,7 @@ def make_step(
     router: RouterTraining = ROUTER,
     skip: Callable[[Metrics], Array] | None = None,
     shown: int = 0,
-) -> Step:
+) -> TrainStep:
     """A training step as a pure function of (state, batch, distribution).
 
     Args:
@@ -397,7 +397,7 @@ def _choose(first: Array, one: Any, other: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(first, a, b), one, other)
 
 
-def compile_step(step: Step, shardings: TrainState, mesh: Mesh) -> Step:
+def compile_step(step: TrainStep, shardings: TrainState, mesh: Mesh) -> TrainStep:
     """The step as one executable: state donated, its shardings pinned on both sides.
 
     Args:

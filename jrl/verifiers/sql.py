@@ -20,7 +20,14 @@ import numpy as np
 from jrl.errors import UserError, unknown_choice
 from jrl.rewards.base import Sample, defaults_of, options_of
 from jrl.verifiers.references import Reference
-from jrl.verifiers.sql_engines import ENGINES, Database, DatabaseSpec, QueryError, Rows, opened
+from jrl.verifiers.sql_engines import (
+    ENGINES,
+    Database,
+    DatabaseSpec,
+    QueryError,
+    ResultRows,
+    opened,
+)
 from jrl.verifiers.sql_text import is_ordered, jaccard, last_query, ngrams, tokens
 
 if TYPE_CHECKING:
@@ -36,7 +43,7 @@ class _Task(NamedTuple):
 
     source: DatabaseSpec
     query: str
-    rows: Rows | None
+    rows: ResultRows | None
 
 
 def sql(
@@ -181,7 +188,7 @@ def reference(prompt: Prompt, where: str, options: Mapping[str, Any]) -> Referen
 # ---------------------------------------------------------------- comparing
 
 
-def same_rows(rows: Rows, gold: Rows, ordered: bool) -> bool:
+def same_rows(rows: ResultRows, gold: ResultRows, ordered: bool) -> bool:
     """Whether two results are equal, in their order or as multisets.
 
     >>> same_rows([(1, 0.1 + 0.2)], [(1.0, 0.3)], ordered=True)
@@ -276,7 +283,7 @@ def _gold_query(sample: Sample, column: str, *, needed: bool = True) -> str:
     return query
 
 
-def _gold_rows(task: _Task, seconds: float, max_rows: int, sample: Sample) -> Rows:
+def _gold_rows(task: _Task, seconds: float, max_rows: int, sample: Sample) -> ResultRows:
     if task.rows is not None:
         return task.rows
     try:
@@ -289,13 +296,13 @@ def _gold_rows(task: _Task, seconds: float, max_rows: int, sample: Sample) -> Ro
 
 
 @functools.lru_cache(64)
-def _run_gold(source: DatabaseSpec, query: str, seconds: float, max_rows: int) -> Rows:
+def _run_gold(source: DatabaseSpec, query: str, seconds: float, max_rows: int) -> ResultRows:
     """The members of a group ask for the same one after another."""
     with opened(source, seconds, max_rows) as base:
         return base.run(query)
 
 
-def _tried(base: Database, query: str) -> Rows | None:
+def _tried(base: Database, query: str) -> ResultRows | None:
     """The rows of a query, or None where it cannot be run."""
     try:
         return base.run(query)

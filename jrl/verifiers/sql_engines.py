@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from jrl.errors import UserError
 from jrl.system.extras import need
 
-Rows = list[tuple[Any, ...]]
+ResultRows = list[tuple[Any, ...]]
 ENGINES = ("sqlite", "duckdb")
 _STEPS = 1000
 _LONGEST_VALUE = 8 << 20
@@ -41,7 +41,7 @@ class DatabaseSpec(NamedTuple):
 class Database(Protocol):
     """An open database."""
 
-    def run(self, query: str) -> Rows:
+    def run(self, query: str) -> ResultRows:
         """The rows of a query; QueryError where there are none to be had."""
 
     def names(self) -> set[str]:
@@ -120,7 +120,7 @@ class _Sqlite:
     def names(self) -> set[str]:
         return self._names
 
-    def run(self, query: str) -> Rows:
+    def run(self, query: str) -> ResultRows:
         if len(query) > _LONGEST_QUERY:
             raise QueryError(f"a query of {len(query)} characters")
         end = time.monotonic() + self._seconds
@@ -163,7 +163,7 @@ class _Duckdb:
     def names(self) -> set[str]:
         return self._names
 
-    def run(self, query: str) -> Rows:
+    def run(self, query: str) -> ResultRows:
         if len(query) > _LONGEST_QUERY:
             raise QueryError(f"a query of {len(query)} characters")
         timer = threading.Timer(self._seconds, self.connection.interrupt)

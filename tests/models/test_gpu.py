@@ -22,8 +22,8 @@ from jrl.models.decode import write
 from jrl.models.gpu_kernels import (
     PAIRED,
     Reach,
+    Rotation,
     Scores,
-    Turn,
     Weight,
     added_norm,
     attend_cache,
@@ -119,7 +119,9 @@ def test_a_step_of_attention_is_the_plain_one(
     position = before + jnp.maximum(column, 0)
     freqs = jnp.asarray(frequencies(Rope(1e4), size))
     cos, sin = (t[:, 0] for t in angles(position[:, None], freqs))
-    turn = Turn(cos, sin, draw(size), draw(size), draw(heads, group + 2, size) if bias else None)
+    turn = Rotation(
+        cos, sin, draw(size), draw(size), draw(heads, group + 2, size) if bias else None
+    )
     first = None
     if prompts and how.window:
         earliest = position.reshape(prompts, -1).min(1)

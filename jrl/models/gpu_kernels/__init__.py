@@ -5,7 +5,7 @@ the bytes is how many kernels there are. In training bytes count alone; ``rotati
 """
 
 from jrl.models.gpu_kernels.attention import Reach as Reach
-from jrl.models.gpu_kernels.attention import Turn as Turn
+from jrl.models.gpu_kernels.attention import Rotation as Rotation
 from jrl.models.gpu_kernels.attention import attend_cache as attend_cache
 from jrl.models.gpu_kernels.attention_program import COLUMNS as COLUMNS
 from jrl.models.gpu_kernels.attention_program import Scores as Scores

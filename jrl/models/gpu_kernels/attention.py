@@ -28,7 +28,7 @@ PROGRAMS = 528
 """Programs that fill a GPU: four for each of the 132 processors of an H100."""
 
 
-class Turn(NamedTuple):
+class Rotation(NamedTuple):
     """Norms and rotation that turn a layer's products into queries, keys and values.
 
     Attributes:
@@ -87,7 +87,7 @@ def attend_cache(
     x_nskgh: Array,
     row_cache: dict[str, Array],
     prompt: dict[str, Array] | None,
-    turn: Turn,
+    turn: Rotation,
     reach: Reach,
     *,
     how: Scores,
@@ -160,7 +160,7 @@ def _of_members(m: int, *shape: int, by_head: bool = True) -> pl.BlockSpec:
 
 
 def _inputs(
-    x_nskgh: Array, prompt: dict[str, Array] | None, turn: Turn, reach: Reach, m: int
+    x_nskgh: Array, prompt: dict[str, Array] | None, turn: Rotation, reach: Reach, m: int
 ) -> Placed:
     """What the kernel reads beside the rows' cache; ``m`` is the members of a prompt."""
     pieces, _, _, per_head, d = x_nskgh.shape

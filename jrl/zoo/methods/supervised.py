@@ -30,7 +30,7 @@ from jrl.methods.domains import (
     is_zero,
 )
 from jrl.methods.edit import Edit, refill
-from jrl.methods.plan import Plan, Policy, StepView, stored_apart
+from jrl.methods.plan import DrawingPolicy, Plan, StepView, stored_apart
 from jrl.methods.replays import replay_share
 from jrl.methods.schedule import copies, every, restart
 from jrl.methods.supervised import sft
@@ -142,9 +142,9 @@ def middle_steps(low: float, high: float, success: float) -> Transform:
     return transforms.stateless(apply, frozenset({"sampler_logprobs"}))
 
 
-def frozen_copy(name: str, every: int) -> Policy:
+def frozen_copy(name: str, every: int) -> DrawingPolicy:
     """The copy of the policy that a run freezes every so many steps under this name."""
-    return Policy(name, lambda state: state.frozen[name], lambda step: step - step % every)
+    return DrawingPolicy(name, lambda state: state.frozen[name], lambda step: step - step % every)
 
 
 @dataclasses.dataclass(frozen=True)
