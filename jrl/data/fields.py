@@ -14,8 +14,6 @@ ANSWERS = (
     *("answer", "ground_truth", "reward_model.ground_truth", "verification_info.ground_truth"),
     *("solution", "final_answer", "label"),
 )
-_SURE = 5
-"""The first of them, which mean an answer also where none is needed."""
 """Names that published data sets give the two fields, in the order in which they are looked for."""
 
 
@@ -34,8 +32,7 @@ def layout(
     if question == QUESTIONS[0]:
         question = next((name for name in QUESTIONS if has(first, name)), question)
     if answer == ANSWERS[0]:
-        names = ANSWERS if needs_answer else ANSWERS[:_SURE]
-        answer = next((name for name in names if has(first, name)), answer)
+        answer = next((name for name in ANSWERS if has(first, name)), answer)
     if answer is not None and not needs_answer and not has(first, answer):
         answer = None
     return question, answer

@@ -81,7 +81,7 @@ def build_prompts(
         ``Prompt.solution``.
       solutions: how many completions that field lists at the least, which stand one after the other
         in ``Prompt.solution``, each with the token that ends it; None for one text.
-      needs_answer: False where rows may lack the answer.
+      needs_answer: False where rows may lack the answer, or have an empty one, which is None.
       max_prompt_tokens: the longest prompt, tokens.
       overlong: for longer prompts: "error", "drop", or "truncate", which keeps the end.
       invalid: for rows that cannot be used: "error", or "skip", which counts them.
@@ -97,7 +97,7 @@ def build_prompts(
     wording = Wording.of(wording)
     question_key, answer_key = layout(source, question_key, answer_key, needs_answer=needs_answer)
     fields = question_key, answer_key, answer_pattern, solution_key, solutions
-    reader = _Reader(wording, *fields, max_prompt_tokens, Overlong(overlong))
+    reader = _Reader(wording, *fields, needs_answer, max_prompt_tokens, Overlong(overlong))
     prompts, left_out = read_rows(source, reader.read, invalid=invalid)
     if not prompts:
         raise _none_left(len(source), reader.longest, max_prompt_tokens)
@@ -123,6 +123,7 @@ class _Reader:
     answer_pattern: str | None
     solution_key: str | None
     solutions: int | None
+    needs_answer: bool
     most: int
     overlong: Overlong
     longest: int = 0
@@ -130,13 +131,15 @@ class _Reader:
 
     def read(self, index: int, row: Mapping[str, Any], where: str) -> Prompt | None:
         """The prompt; None where it is dropped for its length."""
-        check_fields(row, self.question_key, self.answer_key, where)
+        check_fields(row, self.question_key, self.answer_key if self.needs_answer else None, where)
         question = _question(row, self.question_key, where)
         if len(self.questions) < 2:
             self.questions.add(str(question))
         answer = None
         if self.answer_key is not None:
-            answer = _answer(row, self.answer_key, self.answer_pattern, where)
+            answer = _answer(
+                row, self.answer_key, self.answer_pattern, where, needed=self.needs_answer
+            )
         wording = self.wording
         messages = wording.conversation(question, self.question_key, where)
         tools = read_tools(row.get("tools"), where) if wording.template == "chat" else None
@@ -232,7 +235,9 @@ def _question(row: Mapping[str, Any], key: str, where: str) -> Any:
     return question
 
 
-def _answer(row: Mapping[str, Any], key: str, pattern: str | None, where: str) -> Any:
+def _answer(
+    row: Mapping[str, Any], key: str, pattern: str | None, where: str, *, needed: bool
+) -> Any:
     answer = look_up(row, key)
     if pattern is not None:
         match = find_answer(pattern, str(answer), where)
@@ -241,10 +246,13 @@ def _answer(row: Mapping[str, Any], key: str, pattern: str | None, where: str) -
         answer = re.sub(r"(?<=\d),(?=\d{3})", "", match.strip())
     answer = _plain(answer)
     items = answer if isinstance(answer, list) else [answer]
-    for item in items:
-        if isinstance(item, float) and not math.isfinite(item):
-            raise UserError(f"{where}: {key} is {item}; a reference answer is finite, or text")
-    if all(x is None or x == [] or (isinstance(x, str) and not x.strip()) for x in items):
+    infinite = [x for x in items if isinstance(x, float) and not math.isfinite(x)]
+    empty = all(x is None or x == [] or (isinstance(x, str) and not x.strip()) for x in items)
+    if not needed and (infinite or empty):
+        return None
+    if infinite:
+        raise UserError(f"{where}: {key} is {infinite[0]}; a reference answer is finite, or text")
+    if empty:
         raise UserError(f"{where}: {key} is empty; every row needs a reference answer")
     return answer
 

@@ -117,6 +117,8 @@ def _costs(run: Run, searched: Searched) -> dict[str, float]:
 
 def right_answers(run: Run, problems: Any, prompts: list[Prompt], searched: Searched) -> np.ndarray:
     """[N] bool, whether the path that each search takes in the end is right."""
+    if run.kind.plays:  # where the environment verifies, any path counts, and a tree may be empty
+        return np.array(searched.successes())
     ends = [(i, best_node(tree)) for i, tree in enumerate(searched.trees)]
     return _right(run, problems, prompts, searched, ends)
 

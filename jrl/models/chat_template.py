@@ -70,12 +70,9 @@ def _read(path: Path) -> str:
 @functools.lru_cache(maxsize=64)
 def variables_read(template: str) -> frozenset[str] | None:
     """The variables that a template reads and does not set itself; None where it is malformed."""
-    import jinja2
-    from jinja2 import meta
-
     try:
-        return frozenset(meta.find_undeclared_variables(_environment().parse(template)))
-    except (jinja2.TemplateError, RecursionError):
+        return frozenset(render_apart(template, None, "", MOST_SECONDS)[0].split())
+    except UserError:
         return None
 
 
@@ -148,6 +145,22 @@ def render_here(template: str, variables: Mapping[str, Any], source: str) -> tup
         problem = f"{type(error).__name__}: {str(error)[:200]}"
     first = problem.partition("\n")[0]
     raise UserError(f"the chat template of {source} says: {first}")
+
+
+def variables_here(template: str, source: str) -> tuple[str, bool]:
+    """The names that ``variables_read`` gives, in words; reading them computes what is constant.
+
+    Raises:
+      UserError: the template is malformed.
+    """
+    import jinja2
+    from jinja2 import meta
+
+    try:
+        names = meta.find_undeclared_variables(_environment().parse(template))
+    except (jinja2.TemplateError, RecursionError, MemoryError) as error:
+        raise UserError(f"the chat template of {source} says: {error}") from None
+    return " ".join(names), False
 
 
 @functools.lru_cache(maxsize=16)

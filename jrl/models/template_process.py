@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import math
 import os
+import pathlib
 import pickle
 import select
 import signal
@@ -34,10 +35,19 @@ MOST_BYTES = 10_000_000
 _START_SECONDS = 60.0
 _HEAD = struct.Struct("<??Q")  # whether it is a text or an error, read the clock; bytes that follow
 
-_PROGRAM = (
-    "import jinja2.sandbox; from jrl.models import chat_template, template_process;"
-    " template_process.serve(chat_template.render_here)"
-)
+_PROGRAM = """
+import sys
+sys.path[:] = {paths!r}
+try:
+    import jinja2.sandbox
+    from jrl.models import chat_template, template_process
+except BaseException as error:
+    print(f"?{{type(error).__name__}}: {{error}}", flush=True)
+    sys.exit(1)
+template_process.serve(chat_template.render_here, chat_template.variables_here)
+"""
+_KEPT = ("TZ", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
+"""Variables of the environment that the process has, for its clock and to start at all."""
 
 _lock = threading.Lock()
 _process: subprocess.Popen[bytes] | None = None
@@ -61,22 +71,26 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def render_apart(
-    template: str, variables: Mapping[str, Any], source: str, seconds: float
+    template: str, variables: Mapping[str, Any] | None, source: str, seconds: float
 ) -> tuple[str, bool]:
     """``chat_template.render_here`` in another process, within ``MOST_MEMORY``.
 
     Args:
       template: Jinja.
-      variables: of the template, values that can be pickled.
+      variables: of the template, values that can be pickled; None for
+        ``chat_template.variables_here``.
       source: where the template is from, for errors.
       seconds: limit of time.
 
     Raises:
-      UserError: what ``render_here`` raises; or it ran out of memory or time in a single step.
+      UserError: what the function raises; or it ran out of memory or time in a single step.
+      RuntimeError: the process does not start, which says nothing about the template.
     """
     says = f"the chat template of {source} says: "
     try:
-        request = pickle.dumps((template, dict(variables), source))
+        # Another module's classes, which the process may not find, are read as what they hold.
+        values = None if variables is None else pickle.dumps(_plain(dict(variables)))
+        request = pickle.dumps((template, values, source))
     except Exception as error:  # whatever a value's own methods raise
         reason = f"{type(error).__name__}: {str(error)[:200]}"
         raise UserError(f"{says}a value cannot be sent to it: {reason}") from None
@@ -87,47 +101,89 @@ def render_apart(
         )
     with _lock:
         try:
-            process = _started()
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdin.write(struct.pack("<dQ", seconds, len(request)) + request)
-            process.stdin.flush()
-            end = time.monotonic() + seconds
-            good, clock, size = _HEAD.unpack(_read(process.stdout, _HEAD.size, end))
-            text = _read(process.stdout, size, end).decode()
+            good, clock, text = _answered(request, seconds)
         except TimeoutError:
-            _end()
             reason = f"it takes longer than {seconds:g} s; loop over the messages only"
             raise UserError(says + reason) from None
         except (EOFError, OSError):
-            _end()
             raise UserError(f"{says}it ended the process that renders it") from None
-        except BaseException:  # an interrupt: the answer would be taken for the next one's
-            _end()
-            raise
     if not good:
         raise UserError(text)
     return text, clock
 
 
+def _answered(request: bytes, seconds: float, tries: int = 2) -> tuple[bool, bool, str]:
+    """(whether it is no error, whether the clock was read, the text) of the process.
+
+    A process that has ended, by the system for its memory perhaps, is replaced once.
+    """
+    process = _started()
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(struct.pack("<dQ", seconds, len(request)) + request)
+        process.stdin.flush()
+        end = time.monotonic() + seconds
+        good, clock, size = _HEAD.unpack(_read(process.stdout, _HEAD.size, end))
+        return good, clock, _read(process.stdout, size, end).decode()
+    except BaseException as error:  # an interrupt, too: this answer would be taken for the next's
+        _end()
+        ended = isinstance(error, EOFError | OSError) and not isinstance(error, TimeoutError)
+        if tries == 1 or not ended:
+            raise
+    return _answered(request, seconds, tries - 1)
+
+
+def _plain(value: Any) -> Any:
+    """A value of Python's own types where it is of one derived from them."""
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind.__str__(value) if kind is str else kind.__pos__(value)
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return _plain(value.tolist()) if hasattr(value, "tolist") else value
+
+
 def _started() -> subprocess.Popen[bytes]:
-    """The process, ready for a conversation."""
+    """The process, ready for a conversation.
+
+    Raises:
+      RuntimeError: it does not start.
+    """
     global _process
-    if _process is None or _process.poll() is not None:
-        paths = [os.path.abspath(path or ".") for path in sys.path]
-        code = f"import sys; sys.path[:] = {paths!r}; {_PROGRAM}"
+    if _process is not None and _process.poll() is None:
+        return _process
+    _end()
+    paths = [os.path.abspath(path or ".") for path in sys.path]
+    # A finder of an editable installation, which is no path, is not there.
+    paths.append(str(pathlib.Path(__file__).resolve().parents[2]))
+    try:
         _process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", code],
+            [sys.executable, "-I", "-S", "-c", _PROGRAM.format(paths=paths)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={"LANG": "C.UTF-8"},
+            env={"LANG": "C.UTF-8", **{n: os.environ[n] for n in _KEPT if n in os.environ}},
             start_new_session=True,  # Ctrl-C is for the caller, who may render another
         )
         assert _process.stdout is not None
-        if _read(_process.stdout, 1, time.monotonic() + _START_SECONDS) != b"!":
-            raise OSError("no start")
-    return _process
+        end = time.monotonic() + _START_SECONDS
+        if _read(_process.stdout, 1, end) == b"!":
+            return _process
+        reason = _process.stdout.read(500).decode("utf-8", "replace").strip()
+    except TimeoutError:
+        reason = f"not within {_START_SECONDS:g} s"
+    except (EOFError, OSError) as error:
+        reason = str(error) or "it ends at once"
+    except BaseException:
+        _end()
+        raise
+    _end()
+    raise RuntimeError(f"the process that renders chat templates does not start: {reason}")
 
 
 @atexit.register
@@ -146,10 +202,11 @@ def _end() -> None:
 
 def _read(stream: BinaryIO | Any, size: int, end: float) -> bytes:
     """Reads bytes of a pipe; TimeoutError at ``end`` on the clock, or EOFError."""
-    data = bytearray()
+    data, ready = bytearray(), select.poll()  # not select(), whose descriptors are below 1024
+    ready.register(stream, select.POLLIN)
     while len(data) < size:
         left = end - time.monotonic()
-        if left <= 0 or not select.select([stream], [], [], left)[0]:
+        if left <= 0 or not ready.poll(left * 1000):
             raise TimeoutError
         piece = os.read(stream.fileno(), min(size - len(data), 1 << 20))
         if not piece:
@@ -158,28 +215,57 @@ def _read(stream: BinaryIO | Any, size: int, end: float) -> bytes:
     return bytes(data)
 
 
-def serve(render: Callable[[str, dict[str, Any], str], tuple[str, bool]]) -> None:
-    """Renders the requests on standard input until it ends; the main program of the process."""
+def serve(
+    render: Callable[[str, dict[str, Any], str], tuple[str, bool]],
+    variables: Callable[[str, str], tuple[str, bool]],
+) -> None:
+    """Answers the requests on standard input until it ends; the main program of the process.
+
+    Args:
+      render: (template, variables, source) -> (text, whether the clock was read).
+      variables: (template, source) -> (text, False).
+    """
     import resource
 
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit(resource.RLIMIT_AS, MOST_MEMORY)
+    _limit(resource.RLIMIT_CORE, 0)
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     answers.write(b"!")
     answers.flush()
     head = struct.Struct("<dQ")
     while sizes := requests.read(head.size):
         seconds, size = head.unpack(sizes)
-        template, variables, source = pickle.loads(requests.read(size))
+        template, values, source = pickle.loads(requests.read(size))
         # Where the caller is gone, nobody else would end a step without end.
         used = resource.getrusage(resource.RUSAGE_SELF)
-        last = math.ceil(used.ru_utime + used.ru_stime + 2 * seconds)
-        resource.setrlimit(resource.RLIMIT_CPU, (last, resource.RLIM_INFINITY))
+        _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + 2 * seconds))
         try:
-            text, clock = render(template, variables, source)
+            if values is None:
+                text, clock = variables(template, source)
+            else:
+                text, clock = render(template, _values(values, source), source)
             good, data = True, text.encode()
         except UserError as error:
             good, clock, data = False, False, str(error).encode("utf-8", "replace")
         answers.write(_HEAD.pack(good, clock, len(data)) + data)
         answers.flush()
+
+
+def _values(pickled: bytes, source: str) -> dict[str, Any]:
+    """The variables of a request; UserError for a value of a class that is not here."""
+    try:
+        return pickle.loads(pickled)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise UserError(
+            f"the chat template of {source} says: a value cannot be sent to it: {reason}"
+        ) from None
+
+
+def _limit(what: int, most: int) -> None:
+    """Lowers a limit of this process; a lower one that the system has set stays."""
+    import resource
+
+    hard = resource.getrlimit(what)[1]
+    resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))

@@ -75,7 +75,7 @@ REWARDS: dict[str, Callable[..., Any]] = {
 """The library's own reward functions by name."""
 
 ANSWERLESS = frozenset({"format", "think_format", "tag_count", "reasoning_steps", "reflection"}) | {
-    *("language", "soft_overlong", "ended", "length_in_group", "repetition", "majority"),
+    *("language", "soft_overlong", "ended", "repetition", "majority"),
     *("answer_share", "semantic_entropy", "new_answer", "new_ngrams", "tools_used"),
     *("think_format_reward", "get_repetition_penalty_reward", "get_soft_overlong_punishment"),
 }

@@ -1,16 +1,22 @@
 """Chat templates: what is malformed, fails, loops or writes too much is refused in one line."""
 
+import datetime
+import enum
 import json
+import os
+import pathlib
 import resource
 import subprocess
 import sys
 import time
+import types
 
+import numpy as np
 import pytest
 
 from jrl.errors import UserError
-from jrl.models import chat_template
-from jrl.models.chat_template import find_templates, render
+from jrl.models import chat_template, template_process
+from jrl.models.chat_template import find_templates, render, variables_read
 
 TALK = {"messages": [{"role": "user", "content": "Hi"}], "add_generation_prompt": True}
 BROKEN = {
@@ -93,10 +99,107 @@ def test_a_fork_has_a_process_of_its_own_whoever_renders():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_value_that_cannot_be_sent_is_named():
-    talk = {**TALK, "tools": [lambda: 1]}
-    with pytest.raises(UserError, match="a value cannot be sent to it"):
-        render("{{ messages[0].content }}", talk, "DIR")
+class Role(enum.StrEnum):
+    """Roles, as a user's own module may have them."""
+
+    USER = "user"
+
+
+def test_a_value_that_cannot_be_sent_is_named(monkeypatch):
+    module = types.ModuleType("module_of_a_user")  # the process has no file of that name
+    exec("class Own: pass", module.__dict__)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    says = "chat template of DIR says: a value cannot be sent to it"
+    for value in (lambda: 1, module.Own()):
+        with pytest.raises(UserError, match=says):
+            render("{{ messages[0].content }}", {**TALK, "tools": [value]}, "DIR")
+
+
+def test_values_of_derived_types_are_what_they_hold():
+    message = {"role": Role.USER, "n": np.float64(1.5), "x": np.arange(2), "ok": True}
+    template = "{% set m = messages[0] %}{{ m.role }} {{ m.n }} {{ m.x }} {{ m.ok }}"
+    assert render(template, {"messages": [message]}, "DIR") == "user 1.5 [0, 1] True"
+
+
+FINDER = """
+import importlib.util, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "jrl":
+            where = [ROOT + "/jrl"]
+            return importlib.util.spec_from_file_location(
+                name, where[0] + "/__init__.py", submodule_search_locations=where
+            )
+
+sys.path[:] = [path for path in sys.path if path not in ("", ROOT)]
+sys.meta_path.append(Finder())
+from jrl.models.chat_template import render
+
+print(render("{{ messages[0].content }}", {"messages": [{"content": "Hi"}]}, "DIR"))
+"""
+"""As ``pip install -e`` brings the library: by a finder, which is no path."""
+
+
+def test_an_editable_installation_renders_wherever_it_is_called(tmp_path):
+    code = f"ROOT = {str(pathlib.Path(chat_template.__file__).parents[2])!r}\n{FINDER}"
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("Hi\n", "")
+
+
+def test_variables_are_read_under_the_same_limits(monkeypatch):
+    template = "{% set a = 1 %}{{ a }}{{ b }}{% for m in messages %}{{ m.c }}{% endfor %}"
+    assert variables_read(template) == {"b", "messages"}
+    assert variables_read("{{ 1") is None
+    monkeypatch.setattr("jrl.models.chat_template.MOST_SECONDS", 1.0)
+    assert variables_read("{{ 9 ** (9 ** (9 ** 9)) }}") is None  # computed as it is compiled
+
+
+def test_a_process_that_has_ended_is_replaced_and_one_that_does_not_start_is_no_refusal(
+    monkeypatch,
+):
+    assert render("{{ 1 }}", TALK, "DIR") == "1"
+    template_process._process.kill()
+    assert render("{{ 2 }}", TALK, "DIR") == "2"
+    template_process._end()
+    with monkeypatch.context() as patch:
+        patch.setattr(template_process, "_PROGRAM", "print('?ImportError: no jinja2')")
+        with pytest.raises(RuntimeError, match="does not start: ImportError: no jinja2"):
+            render("{{ 3 }}", TALK, "DIR")
+    assert render("{{ 4 }}", TALK, "DIR") == "4"
+
+
+MANY_FILES = """
+import os, resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (2000, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+from jrl.models.chat_template import render
+from jrl.models.template_process import _limit
+
+print(render("{{ 1 }}", {}, "DIR"))
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+_limit(resource.RLIMIT_FSIZE, 1 << 30)  # a user of a login node may not raise what the system set
+print(resource.getrlimit(resource.RLIMIT_FSIZE) == (1 << 20, 1 << 20))
+"""
+
+
+def test_many_open_files_and_limits_of_the_system():
+    done = subprocess.run([sys.executable, "-c", MANY_FILES], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("1\nTrue\n", "")
+
+
+def test_the_clock_is_that_of_the_caller(monkeypatch):
+    monkeypatch.setenv("TZ", "XYZ-13:30")  # ahead of UTC
+    template_process._end()
+    zone = datetime.timezone(datetime.timedelta(hours=13, minutes=30))
+    form = "%d %H:%M"
+    before = datetime.datetime.now(zone).strftime(form)
+    text = render("{{ strftime_now('%d %H:%M') }}", TALK, "DIR")
+    template_process._end()
+    assert text in (before, datetime.datetime.now(zone).strftime(form))
 
 
 def test_chance_is_refused_and_the_clock_is_named(caplog):
