@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jrl.collect.groups import counted
-from jrl.collect.sources import Around, Groups, Source
+from jrl.collect.sources import Around, Groups, Source, added_counts
 from jrl.collect.sources_text import TextSource
 from jrl.errors import UserError
 from jrl.judging.host import HostScorer, Texts, without_dropped, without_silent
@@ -150,7 +150,7 @@ def function_stage(
         groups = groups._replace(
             rollout=scores.rollout,
             ids=groups.ids | answers,
-            counts={**groups.counts, **scores.counts},
+            counts=added_counts(groups.counts, scores.counts),
         )
         return groups, dict(zip(scorer.pool.functions, points_of, strict=True))
 

@@ -171,7 +171,15 @@ def not_removable(path: Sequence[str]) -> str:
     for length in range(1, len(path)):
         if "table" in keys.get(table := ".".join(path[:length]), ""):  # of keys of one's own
             return f"{key}= removes nothing: [{table}] has no such key here"
+    table, _, last = key.rpartition(".")
+    inside = [name.partition(".")[2] for name in keys if name.startswith(f"{table}.")]
+    if table in _WITH_OPTIONS and not difflib.get_close_matches(last, inside, n=1):
+        return f"{key}= removes nothing: [{table}] has no such key here"
     return _unknown_key(key, {}, None)
+
+
+_WITH_OPTIONS = ("data", "optimizer")
+"""Tables whose further keys are options of the function that they name."""
 
 
 def _text_of(key: str) -> str:

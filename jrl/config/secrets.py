@@ -27,15 +27,20 @@ _KEYS = (
     *("storage", "subscription", "user", "webhook", "anthropic", "hf", "openai", "wandb"),
 )
 """Words joined to "key" in names of secrets, unlike in "monkey"."""
-_LAST_WORDS = {"pass", "pat"}
-"""Words that are secrets behind one of ``_LOGINS``, such as db_pass, unlike first_pass."""
+_PASSES = {
+    *("all", "allow", "backward", "band", "can", "check", "compile", "compiler", "did", "each"),
+    *("eval", "extra", "final", "first", "forward", "full", "fusion", "graph", "high", "last"),
+    *("low", "max", "min", "multi", "must", "next", "num", "one", "optimizer", "per", "second"),
+    *("should", "single", "test", "third", "to", "train", "two"),
+}
+"""Words before "pass" where it is no password, as in first_pass, unlike in db_pass."""
 _LOGINS = {
     *("account", "admin", "api", "app", "bitbucket", "cert", "client", "database", "db", "docker"),
     *("email", "ftp", "git", "github", "gitlab", "http", "imap", "keystore", "ldap", "login"),
     *("mail", "mongo", "my", "mysql", "pg", "postgre", "proxy", "redi", "root", "server", "sftp"),
     *("smtp", "sql", "ssh", "sudo", "user", "vault", "vpn", "wifi"),
 }
-"""As ``_words`` has them, without an s at the end."""
+"""Words before "pat", a personal access token, as ``_words`` has them, without an s at the end."""
 _OF_TOKENS = (
     *("budget", "clip", "count", "credit", "entropy", "id", "kl", "length", "level", "limit"),
     *("loss", "mask", "mean", "mode", "penalty", "reward", "sum", "type", "weight", "weighting"),
@@ -248,8 +253,11 @@ def _names_one(name: object) -> bool:
         return False
     if words[0:1] == ["token"] and set(words[1:2]) & set(_OF_TOKENS):
         words = words[2:]
-    if len(words) > 1 and words[-1] in _LAST_WORDS and words[-2] in _LOGINS:
-        return True
+    match words:
+        case [*_, before, "pass"] if before not in _PASSES:
+            return True
+        case [*_, before, "pat"] if before in _LOGINS:
+            return True
     return any(w in _WORDS or w in together or w.endswith(_ENDINGS) for w in words)
 
 

@@ -102,13 +102,17 @@ async def try_turn(
         state, _, _ = await call_init(env, chat, prompt, 0, longest)
     except FormError as error:
         return f"init: {error}"
+    problem = ""
     try:
         state, _, _, _ = await call_step(env, chat, tokenizer, state, 0, tokens, False)
     except FormError as error:
-        return f"step: {error}"
-    finally:
+        problem = f"step: {error}"
+    try:
         await run_either(env.close, state)
-    return ""
+    except Exception:
+        if not problem:  # which says more than that the environment does not close after it
+            raise
+    return problem
 
 
 def _labels(

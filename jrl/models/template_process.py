@@ -138,9 +138,10 @@ def _plain(value: Any) -> Any:
     """A value of Python's own types where it is of one derived from them."""
     if value is None or isinstance(value, bool):
         return value
-    for kind in (str, int, float):
-        if isinstance(value, kind):
-            return kind.__str__(value) if kind is str else kind.__pos__(value)
+    if isinstance(value, str):
+        return str.__str__(value)  # not str(value), which an Enum writes in its own way
+    if isinstance(value, int | float):
+        return int.__pos__(value) if isinstance(value, int) else float.__pos__(value)
     if isinstance(value, Mapping):
         return {_plain(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -136,12 +136,21 @@ _CHOICE = re.compile(
     r"|(?:option|choice) \(?([A-J])\)?$",
     re.IGNORECASE,
 )
-_NAME = re.compile(
-    r"(\\?[A-Za-z]+(?:_(?:\w+|\{[\w+-]+\}))?(?:\([a-z]\))?|(?:m\s?)?\\angle\s?[A-Z]+"
-    r"|(?:[fghFGHPEC]|\\?(?:gcd|lcm|max|min|Var))[(\[][\w, +<>^|\\{}-]+[)\]]|[Rs]\^\{?2\}?"
-    r"|\([A-Za-z](?:\s?,\s?[A-Za-z])+\))\s?(?:=|\\in(?![a-z])|:=)\s?([^=]+)$"
+_NAMES = (
+    r"\\?[A-Za-z]+(?:_(?:\w+|\{[\w+-]+\}|\\[a-z]+|\{\\[a-z]+\}))?(?:\([a-z]\))?",
+    r"(?:m\s?)?\\angle\s?[A-Z]+",
+    r"\\(?:overline|overrightarrow|vec|bar|hat)\s?\{?\s?[A-Za-z]+\}?",
+    r"\\\|\s?(?:\\vec\s?)?\{?[A-Za-z]+\}?\s?\\\|",  # a norm
+    r"\|[A-Z]{2}\|",
+    # f(2) or P(X > 2), but y(x - 2) is a product
+    r"(?:[fghFGHPEC]|\\?(?:gcd|lcm|max|min|Var))[(\[][\w, +<>^|\\{}-]+[)\]]",
+    r"[A-Za-z](?:'{1,3}|\^\{-1\})?\(\s?-?\d[\d., -]*\)",
+    r"[fghFGH](?:'{1,3}|\^\{-1\})\([a-z]\)",
+    r"[Rs]\^\{?2\}?",
+    r"\([A-Za-z](?:\s?,\s?[A-Za-z])+\)",
+    r"[A-Za-z]{1,3}(?:\s?:\s?[A-Za-z]{1,3})+",  # a ratio
 )
-"""x, a_{n+1} or p(x); an angle; f(2) or P(X > 2), but y(x - 2) is a product; R^2; (x, y)."""
+_NAME = re.compile(rf"({'|'.join(_NAMES)})\s?(?:=|\\in(?![a-z])|:=)\s?([^=]+)$")
 _ORDER = re.compile(r"\s*(\\le(?![a-z])|\\ge(?![a-z])|\\lt|\\gt|<|>)\s*")
 _ITEM = r"-?\$?\d+(?:,\d{3})*(?:\.\d+)?(?:\s?(?:%|(?!to\b|and\b)[a-zA-Z]+))?"
 _PLUS_MINUS = re.compile(r"\\pm(?![a-z])")

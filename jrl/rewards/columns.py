@@ -29,7 +29,7 @@ import functools
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from jrl.errors import UserError
@@ -82,6 +82,11 @@ def form_of(function: Callable[..., Any], key: str) -> Form:
         return "columns"
     if _ROLLOUT in names:
         return "rollout"
+    if "environments" in names:
+        raise UserError(
+            f"{key}: the function takes environments, TRL's objects of its own rollouts; name the"
+            " environment in data.env, which pays points itself, and read completions here"
+        )
     first = next((p for p in parameters if p.kind is not p.KEYWORD_ONLY), None)
     if first is None or first.name in _ONE_AT_A_TIME:
         signature = f"({', '.join(str(p) for p in parameters)})"
@@ -202,8 +207,16 @@ def _constants(function: Any) -> tuple[Any, ...]:
         return ()
     while isinstance(function, functools.partial):
         function = function.args[0] if function.func is _awaited else function.func
+    function = inspect.unwrap(function)  # a decorator's own code names nothing
     code = getattr(function, "__code__", getattr(type(function).__call__, "__code__", None))
-    return getattr(code, "co_consts", ())
+    return tuple(_constants_of(code))
+
+
+def _constants_of(code: Any) -> Iterator[Any]:
+    """The constants of code and of the functions and comprehensions in it."""
+    for constant in getattr(code, "co_consts", ()):
+        yield constant
+        yield from _constants_of(constant)
 
 
 def _columns(samples: list[Sample]) -> dict[str, Any]:
@@ -269,11 +282,18 @@ def _on_rollouts(
 
 _SOLUTION: dict[str, Callable[[Sample], Any]] = {
     "data_source": lambda sample: sample.prompt.meta.get("data_source"),
-    **dict.fromkeys((_VERL, *_TEXTS), lambda sample: sample.completion),
+    **dict.fromkeys((_VERL, *_TEXTS), lambda sample: _response(sample)),
     "ground_truth": lambda sample: sample.prompt.answer,
     "extra_info": lambda sample: _extra_info(sample),
 }
 """Arguments of verl's reward functions, from a sample."""
+
+
+def _response(sample: Sample) -> str:
+    """The completion; of an episode all that was said after the prompt, as verl decodes it."""
+    if not sample.messages:
+        return sample.completion
+    return "\n".join(str(message["content"]) for message in sample.messages)
 
 
 def _extra_info(sample: Sample) -> Any:

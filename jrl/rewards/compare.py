@@ -22,7 +22,7 @@ from jrl.rewards.answers import (
 )
 from jrl.rewards.markup import LONGEST, MOST_ITEMS, bare, clean
 from jrl.rewards.quantities import Quantity, read_quantity
-from jrl.rewards.units import NO_UNIT, fits
+from jrl.rewards.units import NO_UNIT, fits, read_unit
 
 _LAKHS = re.compile(r"\D{0,4}\d{1,2}(?:,\d{2})+,\d{3}(?![\d,])")
 """Digits in the groups of India."""
@@ -91,7 +91,24 @@ def _last_member(text: str, other: str) -> Answer:
                 return read(bare(last))
             if first.denominator == second.denominator == 1:  # 2/3 = 0.67 is rounded
                 return Words(text)
+        if _is_arithmetic(before, last):
+            return read(bare(last))
     return read(text)
+
+
+def _is_arithmetic(text: str, result: str) -> bool:
+    r"""Whether a text computes with numbers alone, which may have units: 3!, \sqrt{9}, 5 cm + 3 cm.
+
+    One letter is a unit where the result has it, too, and a variable elsewhere.
+    """
+    plain = re.sub(r"(?<=\d)\s?x\s?(?=\d)|\\[a-zA-Z]+", " ", text)
+    words, units = (re.findall(r"[^\W\d_]+", each) for each in (plain, result))
+    return all(re.search(r"\d", each) for each in (plain, result)) and all(
+        (unit := read_unit(word)) is not None
+        and unit.is_listed
+        and (len(word) > 1 or word in units)
+        for word in words
+    )
 
 
 def _value(text: str) -> Fraction | None:

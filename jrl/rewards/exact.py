@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from jrl.errors import UserError
-from jrl.rewards.answers import Choice, Colon, Items, Words, read
+from jrl.rewards.answers import Based, Choice, Colon, Items, Words, read
 from jrl.rewards.base import Sample
 from jrl.rewards.compare import Checker, same
 from jrl.rewards.markup import LONGEST, clean
@@ -211,6 +211,8 @@ def to_number(text: str) -> Fraction | None:
     if len(text) > LONGEST:
         return None
     quantity = read(clean(text))
+    if isinstance(quantity, Based) and quantity.base == 10:
+        return Fraction(int(quantity.digits))
     return quantity.value if isinstance(quantity, Quantity) else None
 
 

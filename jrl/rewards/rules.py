@@ -60,9 +60,14 @@ class Rules(NamedTuple):
         """The sample as the function is called with it."""
         if not self.with_prompt:
             return sample
-        text = sample.prompt.text
+        text, messages = sample.prompt.text, sample.messages
         ends = np.asarray(sample.ends) + len(text) if len(sample.ends) else ()
-        return dataclasses.replace(sample, completion=text + sample.completion, ends=ends)
+        if messages:  # of an episode, which some forms read in place of the last turn
+            first = {**messages[0], "content": f"{text}{messages[0]['content']}"}
+            messages = (first, *messages[1:])
+        return dataclasses.replace(
+            sample, completion=text + sample.completion, ends=ends, messages=messages
+        )
 
     def check(self, points: list[Returned], samples: Sequence[Sample]) -> list[Returned] | Failure:
         """The points, or a Failure that names the first sample whose points cannot be read.

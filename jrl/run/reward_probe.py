@@ -91,8 +91,9 @@ def check_reward_columns(config: Config, kind: Kind, data: RunData) -> None:
 
     And where the library's own would compare texts with an answer that is a table.
     """
-    prompts = data.prompts.get("train", ())
-    check_column("log.by", config.log.by, prompts)
+    prompts, columns = data.prompts.get("train", ()), kind.columns(data)
+    if columns is not None:
+        check_column("log.by", config.log.by, prompts)
     kind.check_variants(config, data)
     tables = reward_tables(config)
     checkers = {n for n in config.rewards if function_of(n, tables[n]) in ("exact", "math")}
@@ -105,12 +106,11 @@ def check_reward_columns(config: Config, kind: Kind, data: RunData) -> None:
                     f" rewards.{name} compares text and numbers; write it as text, or a list"
                     " of texts of which one is enough, or give a reward function of your own"
                 )
-    columns = prompts[0].meta if prompts else ()
+    if columns is None:
+        return
     for name in _own_rewards(config):
-        question = ["question"] if prompts and prompts[0].question else []
-        columns_known = [*question, *columns, *config.rewards[name].options]
         function = load(function_of(name, tables[name]), "rewards")
-        check_columns(function, columns_known, f"rewards.{name}")
+        check_columns(function, (*columns, *config.rewards[name].options), f"rewards.{name}")
 
 
 def _own_rewards(config: Config) -> list[str]:

@@ -6,6 +6,7 @@ function calls, their outputs, and thoughts (``reasoning`` with parts ``reasonin
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -48,6 +49,10 @@ def chat_body(body: Any) -> Json:
     """
     if not isinstance(body, dict):
         raise ApiError("the body must be a JSON object")
+    try:  # the reply repeats what is asked for
+        json.dumps(body, allow_nan=False)
+    except ValueError:
+        raise ApiError("the body holds NaN or an infinite number, which JSON has not") from None
     values = dict(body)
     for table in ("reasoning", "text"):
         inside = values.pop(table, None) or {}
@@ -139,7 +144,9 @@ def _text(content: Any, where: str) -> str:
         case str():
             return content
         case [*parts] if all(
-            isinstance(part, dict) and part.get("type") in kinds and isinstance(part["text"], str)
+            isinstance(part, dict)
+            and part.get("type") in kinds
+            and isinstance(part.get("text"), str)
             for part in parts
         ):
             return "".join(part["text"] for part in parts)

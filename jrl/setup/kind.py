@@ -273,6 +273,13 @@ class Kind:
                 )
         return RunData(prompts, {}, counts)
 
+    def columns(self, data: RunData) -> tuple[str, ...] | None:
+        """Names of the columns that reward functions may take; None where they are not known."""
+        first = next(iter(data.prompts.get("train", ())), None)
+        if first is None:
+            return ()
+        return (*(["question"] if first.question else []), *first.meta)
+
     def first_prompt(self, data: RunData) -> Prompt | None:
         """A prompt of training with its answer, to try reward functions on; None without any."""
         return next(iter(data.prompts.get("train", ())), None)

@@ -156,6 +156,9 @@ class SourceKind(Kind):
         """Nothing: the source has its own data."""
         return RunData({"train": [], "eval": []}, {}, {})
 
+    def columns(self, data: RunData) -> None:
+        """Not known before the source is asked."""
+
     def held_out(self, config: Config, data: RunData) -> HeldOut:
         """As many as the configuration says: the source is asked for the split "eval"."""
         return HeldOut(config.eval.problems, min(config.train.prompts, config.eval.problems))

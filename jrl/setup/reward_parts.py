@@ -252,7 +252,8 @@ def _check_scorer(name: str, config: Config, giver: Giver) -> None:
             raise UserError(f'{key}.missing = "drop": a sample stays in its group; set "zero"')
     if part.range is not None:
         raise UserError(f"{key}.range = {part.range}: {_UNBOUNDED[giver]}")
-    earlier = [n for n, t in tables.items() if function_of(n, t) != JUDGE and t.combine is None]
+    later = (JUDGE, LIKELIHOOD)
+    earlier = [n for n, t in tables.items() if function_of(n, t) not in later and not t.combine]
     if only and only not in earlier:
         raise unknown_choice(f"{key}.only", only, earlier)
 

@@ -1,12 +1,15 @@
 """Weighted rewards whose sum float32 cannot hold: an error of that completion, by name."""
 
+import types
+
 import numpy as np
 import pytest
 
-from jrl.collect.reward_stages import FiniteSums
+from jrl.collect.reward_stages import FiniteSums, function_stage
 from jrl.collect.sources import Groups
 from jrl.config import load_config
 from jrl.errors import UserError
+from jrl.judging.host import HostScores
 from jrl.setup.reward_parts import reward_pool
 from jrl.system.float32 import sum_overflows
 from jrl.system.signals import Stopping
@@ -81,3 +84,21 @@ def test_runs_whose_rewards_come_from_outside_are_looked_at(tmp_path, more):
         training_batches(run, pool, 0, {}, Stopping()) as batches,
     ):
         assert isinstance(batches.source, FiniteSums) == (not more)
+
+
+class Scorer:
+    """A scorer of two functions that drops two members."""
+
+    pool = types.SimpleNamespace(functions={"a": None, "b": None})
+
+    def __call__(self, prompts, rollout, *more):
+        points, answers = np.zeros((2, 2, 2), np.float32), np.zeros((2, 2), np.int32)
+        return HostScores(rollout, points, answers, {"reward_dropped": 2.0}, None)
+
+
+def test_dropped_members_of_two_stages_are_counted_together():
+    """A model's, which reads first, and those of a function."""
+    before = FixedSource().draw(None)._replace(counts={"reward_dropped": 1.0, "length": 3.0})
+    after, points = function_stage(Scorer(), lambda groups: ())(before, {}, None)
+    assert after.counts == {"reward_dropped": 3.0, "length": 3.0}
+    assert list(points) == ["a", "b"]

@@ -183,6 +183,7 @@ SECRETS = {
     "databricks": "dapi0123456789abcdef0123456789abcdef",
     "wandb": "wandb_v1_abcd1234abcd1234",
     "db_pass": "abcd1234",
+    "registry_pass": "abcd1234",
     "openaikey": "abcd1234",
     "github_pat": "abcd1234",
     "SMTP_PASS": "abcd1234",

@@ -254,9 +254,19 @@ def test_answers_of_arrays_are_lists_as_files_have_them():
     assert type(prompts[0].answer["n"]) is float
 
 
-def test_a_label_is_no_answer_where_none_is_needed():
-    prompts, _ = build(Rows([{"question": "2?", "label": ""}]), needs_answer=False)
-    assert prompts[0].answer is None
+@pytest.mark.parametrize("label", ["", None, float("nan"), []])
+def test_an_empty_answer_is_none_where_none_is_needed(label):
+    rows = Rows([{"question": "2?", "label": label}, {"question": "3?"}])
+    prompts, _ = build(rows, needs_answer=False)
+    assert [p.answer for p in prompts] == [None, None]
+    with pytest.raises(UserError, match="label is"):
+        build(rows)
+
+
+def test_an_answer_that_no_reward_needs_is_read_where_rows_have_it():
+    """A function may take ``answer=None``, or read it from a state."""
+    prompts, _ = build(Rows([{"question": "2?", "label": "4"}]), needs_answer=False)
+    assert prompts[0].answer == "4"
 
 
 @pytest.mark.parametrize("tools", [float("nan"), 3, "3"])

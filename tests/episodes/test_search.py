@@ -1,6 +1,7 @@
 """Search in episodes on the host: what a path holds, what it was played in, and what may fail."""
 
 import asyncio
+import types
 from functools import cache
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from jrl.episodes.tree import SEARCHES, Tree, best_first, search_plan
 from jrl.episodes.tree_rows import rows_of_tree
 from jrl.episodes.world import host_world
 from jrl.errors import UserError
+from jrl.evaluate.search import right_answers
 from jrl.evaluate.searcher import opened
 from jrl.models.tokenizer import char_tokenizer
 from jrl.models.transformer import transformer
@@ -264,6 +266,12 @@ def test_a_search_stops_where_an_environment_has_verified_an_end():
         assert each.success == any(won)
         assert each.expansions == 1
     assert any(each.success for each in results)
+    at_evaluation = play(env, search_plan("best_first", 3, rounds=8), 4, 3)
+    run = types.SimpleNamespace(kind=types.SimpleNamespace(plays=True))
+    right = right_answers(run, None, [], at_evaluation)
+    assert right.tolist() == [each.success for each in results]
+    unopened = at_evaluation._replace(trees=[Tree()], verified=False)
+    assert right_answers(run, None, [], unopened).tolist() == [False]
     long = game([])._replace(extras=EnvExtras(verified=True))
     for each, full in zip(searched(long, "puct"), searched(game([]), "puct"), strict=True):
         won = [i for i in each.tree.leaves() if turns_of(each.tree, i)[-1].episode.success]

@@ -207,6 +207,10 @@ def test_who_gives_a_part_and_what_goes_with_it():
     assert accuracy_part(fine, {}) == "math"
     with pytest.raises(UserError, match=r"rewards.good.only = 'maths'; did you mean 'math'"):
         parts_of(config(url, {"good": f"{ONE}, only='maths'"}))
+    with pytest.raises(UserError, match=r"rewards.good.only = 'gain'; choose from math"):
+        parts_of(
+            config(url, {"good": f"{ONE}, only='gain'"}, "rewards.gain={function='likelihood'}")
+        )
     with pytest.raises(UserError, match=r"rewards.good.range = \[0.0, 1.0\]: a judge's points"):
         parts_of(config(url, {"good": f"{ONE}, range=[0, 1]"}))
     missing = [Prompt(0, "", np.zeros(1), "", {"kind": 1})]

@@ -1,6 +1,7 @@
 """Reward functions in JRL's form and in TRL's: told apart, called, and refused in one line."""
 
 import dataclasses
+import functools
 import inspect
 import json
 import pickle
@@ -192,6 +193,22 @@ def test_verls_function_knows_the_turns():
     assert adapted(by_turns)([dataclasses.replace(SAMPLES[0], messages=episode)]) == [4]
 
 
+def in_all(solution_str, ground_truth):
+    return solution_str.count("<search>")
+
+
+def test_verls_function_reads_all_turns_of_an_episode():
+    """As verl decodes them; its completion alone would be the last turn."""
+    texts = ["<search>a</search>", "found", "<search>b</search>", "found", "4"]
+    roles = ["assistant", "tool"] * 3
+    turns = tuple({"role": r, "content": t} for r, t in zip(roles, texts, strict=False))
+    episode = dataclasses.replace(SAMPLES[0], messages=turns)
+    assert adapted(in_all)([episode, SAMPLES[0]]) == [2, 0]
+    shown = Rules(with_prompt=True).shown(episode)
+    assert adapted(lambda solution_str, ground_truth: solution_str[:5])([shown]) == ["2+2?<"]
+    assert shown.messages[1:] == turns[1:]
+
+
 def test_an_async_function_and_one_that_reads_the_step():
     assert adapted(async_reward)(SAMPLES) == [None, 0.5]
     timed = [dataclasses.replace(s, step=3, steps=6) for s in SAMPLES]
@@ -220,6 +237,15 @@ def reads_state(completions, **kwargs):
     return [state.global_step / state.max_steps for _ in completions]
 
 
+def reads_state_inside(completions, **kwargs):
+    return [kwargs["trainer_state"].global_step / len(c) for c in completions]
+
+
+@functools.wraps(reads_state)
+def decorated(*args, **kwargs):
+    return reads_state(*args, **kwargs)
+
+
 def hands_columns_on(completions, **columns):
     return [float(len(values)) for values in columns.values()][:1] * len(completions)
 
@@ -237,8 +263,15 @@ ASYNC = Async()
 def test_what_the_trainer_passes_is_there_where_it_is_read():
     samples = [dataclasses.replace(s, step=3, steps=4) for s in SAMPLES]
     assert adapted(reads_state)(samples) == [0.75, 0.75]
+    assert adapted(reads_state_inside)(samples) == [3.0, 3.0]
+    assert adapted(decorated)(samples) == [0.75, 0.75]
     assert adapted(hands_columns_on)(samples) == [2.0, 2.0]  # lists alone
     assert adapted(ASYNC)(samples) == [1.0, 1.0]
+
+
+def test_objects_of_anothers_rollouts_are_named():
+    with pytest.raises(UserError, match=r"rewards.x: the function takes environments, TRL's"):
+        form_of(lambda environments, **kwargs: [0.0], "rewards.x")
 
 
 def asks(completions, question, **kwargs):

@@ -480,6 +480,7 @@ def test_a_stream_of_a_response_ends_with_the_whole(text):
         ({"tools": [{"type": "web_search"}]}, "tools[0] must be an object with"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0] must be of type message"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content"),
         ({"input": []}, "input must be a text or an array"),
         ({"max_output_tokens": 0}, "max_output_tokens = 0; must be 1 to"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort = 'huge'; choose from"),
@@ -514,6 +515,13 @@ def test_a_named_function_and_a_thought_are_translated():
     assert body["tool_choice"] == {"type": "function", "function": {"name": "double"}}
     shape = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
     assert body["response_format"] == shape
+
+
+def test_numbers_that_json_has_not_are_refused_before_anything_is_sampled():
+    """The reply repeats the request; a client of another library may send them."""
+    for number in (float("nan"), float("inf")):
+        with pytest.raises(ApiError, match="NaN or an infinite number"):
+            chat_body({"model": "m", "input": "a", "metadata": {"x": number}})
 
 
 def test_a_session_of_responses_is_trained_on_id_for_id(tmp_path):

@@ -23,6 +23,7 @@ def rollout(completion, **state): return 1.0
         ("majority", False),
         ("think_format_reward", False),
         ("exact", True),
+        ("length_in_group", True),
         ("own.py:long", False),
         ("own.py:rollout", False),
         ("own.py:right", True),
@@ -48,7 +49,8 @@ def test_rewards_without_an_answer_do_not_read_it():
         def answer(self):
             raise AssertionError
 
-    samples = [Sample(Prompt(), "two<think>", np.array([1, 2]), "stop_token")] * 2
+    texts = "two<think>", "four and more<think>"  # of two lengths
+    samples = [Sample(Prompt(), t, np.arange(len(t)), "stop_token") for t in texts]
     options = {
         "soft_overlong": {"limit": 8, "cache": 4},
         "get_soft_overlong_punishment": {"max_completion_len": 8, "soft_punish_cache": 4},
