@@ -44,12 +44,14 @@ class Verdicts(NamedTuple):
       notes: how each of them ended, as far as it ran: "ok" and what it gave, "timeout" ...
       compiler: its complaint, or "".
       seconds: of processor time that each of them took, as far as it ran.
+      compiling: seconds of processor time of the compiler.
     """
 
     passed: list[bool]
     notes: list[str]
     compiler: str = ""
     seconds: tuple[float, ...] = ()
+    compiling: float = 0.0
 
 
 def code(
@@ -207,7 +209,9 @@ def judge(
     ]
     notes = [f"{line['how']} {line['text'][:_SHOWN]!r}" for line in lines]
     seconds = tuple(line["seconds"] for line in lines)
-    return Verdicts(passed + [False] * (count - len(passed)), notes, seconds=seconds)
+    compiling = lines[0]["compiling"] if lines else 0.0
+    passed += [False] * (count - len(passed))
+    return Verdicts(passed, notes, seconds=seconds, compiling=compiling)
 
 
 def is_cut_short(verdicts: Verdicts) -> bool:
@@ -220,7 +224,7 @@ def judge_solution(program: str, tests: Tests, language: str, testing: Testing) 
     """As ``judge`` of a row's own solution; where time ran out, by processor time.
 
     On a busy machine a program waits for a processor. So it runs once more with more time, and is
-    in time if the processor time that its tests used is within the limits.
+    in time if the processor time of its tests, and of its compiler, is within the limits.
     """
     verdicts = judge(program, tests, language, testing)
     if not is_cut_short(verdicts):
@@ -228,7 +232,7 @@ def judge_solution(program: str, tests: Tests, language: str, testing: Testing) 
     seconds, total_seconds = _PATIENCE * testing.seconds, _PATIENCE * testing.total_seconds
     longer = testing._replace(seconds=seconds, total_seconds=total_seconds)
     again = judge(program, tests, language, longer)
-    longest, total = max(again.seconds, default=seconds), sum(again.seconds)
+    longest, total = max(again.seconds, default=seconds), again.compiling + sum(again.seconds)
     in_time = longest <= testing.seconds and total <= testing.total_seconds
     return again if in_time else verdicts
 

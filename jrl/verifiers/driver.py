@@ -46,13 +46,14 @@ def main(spec: dict[str, Any]) -> None:
     if trouble:
         _write(report, json.dumps({"compiler": trouble}) + "\n")
         return
+    compiling = _seconds()
     for test in spec["tests"]:
         before = _seconds()
         try:
             how, text = _one(spec, test)
         except OSError as error:  # a test before it has left no room for its input, or its process
             how, text = "error", str(error)
-        line = {"how": how, "text": text, "seconds": _seconds() - before}
+        line = {"how": how, "text": text, "seconds": _seconds() - before, "compiling": compiling}
         _write(report, json.dumps(line) + "\n")
         if spec["stop"] and how != "ok":
             return

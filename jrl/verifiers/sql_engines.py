@@ -18,6 +18,9 @@ ENGINES = ("sqlite", "duckdb")
 _STEPS = 1000
 _LONGEST_VALUE = 8 << 20
 _LONGEST_QUERY = 1 << 16
+_SCRIPT_SECONDS = 10.0
+_MOST_PAGES = 1 << 18
+"""Of 4 KiB, in a database that a script fills."""
 
 
 class QueryError(Exception):
@@ -90,16 +93,44 @@ class _Sqlite:
             )
         except sqlite3.Error as error:
             raise _bad_script(source, error) from None
+        self.connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
         try:
-            self.connection.executescript("" if where else source.script)
+            if not where:
+                self._fill(source.script)
             self._names = self._read_names()
         except sqlite3.Error as error:
             self.connection.close()  # nobody else will: Python 3.13 warns of it
             raise _bad_script(source, error) from None
         self.connection.text_factory = lambda data: data.decode("utf-8", "replace")
         self.connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
-        self.connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
         self.connection.set_authorizer(self._authorize)
+
+    def _fill(self, script: str) -> None:
+        """Runs the statements of a row, which come with the data, without files and within limits.
+
+        Raises:
+          sqlite3.Error: a statement fails, or takes too long.
+        """
+        end = time.monotonic() + _SCRIPT_SECONDS
+        self.connection.execute(f"PRAGMA max_page_count = {_MOST_PAGES}")
+        self.connection.set_progress_handler(lambda: time.monotonic() > end, _STEPS)
+        self.connection.set_authorizer(self._authorize_script)
+        try:
+            self.connection.executescript(script)
+        except sqlite3.OperationalError as error:
+            if time.monotonic() > end:
+                problem = f"its statements take longer than {_SCRIPT_SECONDS:g} s"
+                raise sqlite3.OperationalError(problem) from error
+            raise
+        finally:
+            self.connection.set_authorizer(None)
+            self.connection.set_progress_handler(None, 0)
+
+    def _authorize_script(self, action: int, first: str | None, second: str | None, *_: Any) -> int:
+        attaches = action in (sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH)
+        calls = action == sqlite3.SQLITE_FUNCTION and str(second).lower() in self._FUNCTIONS
+        pages = action == sqlite3.SQLITE_PRAGMA and str(first).lower() == "max_page_count"
+        return sqlite3.SQLITE_DENY if attaches or calls or pages else sqlite3.SQLITE_OK
 
     def _read_names(self) -> set[str]:
         query = "SELECT name FROM sqlite_master WHERE type IN ('table', 'view')"
@@ -145,13 +176,16 @@ class _Duckdb:
     def __init__(self, source: DatabaseSpec, seconds: float, max_rows: int) -> None:
         self._seconds, self._max_rows = seconds, max_rows
         self._duckdb = need("duckdb", "duckdb", 'rewards.sql.engine = "duckdb"')
-        limits = {"threads": 1, "memory_limit": "512MB"}
+        limits: dict[str, Any] = {"threads": 1, "memory_limit": "512MB"}
+        if not source.path:  # its statements come with the data
+            limits["enable_external_access"] = False
         try:
             self.connection = self._duckdb.connect(
                 source.path or ":memory:", read_only=bool(source.path), config=limits
             )
             if source.script:
-                self.connection.execute(source.script)
+                with self._interrupted(_SCRIPT_SECONDS):
+                    self.connection.execute(source.script)
             query = "SELECT table_name, column_name FROM information_schema.columns"
             rows = self.connection.execute(query).fetchall()
             self.connection.execute("SET enable_external_access = false")
@@ -160,25 +194,32 @@ class _Duckdb:
             raise _bad_script(source, error) from None
         self._names = {str(name).lower() for row in rows for name in row}
 
+    @contextlib.contextmanager
+    def _interrupted(self, seconds: float) -> Iterator[None]:
+        """Ends what the connection does in it after some seconds."""
+        timer = threading.Timer(seconds, self.connection.interrupt)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+
     def names(self) -> set[str]:
         return self._names
 
     def run(self, query: str) -> ResultRows:
         if len(query) > _LONGEST_QUERY:
             raise QueryError(f"a query of {len(query)} characters")
-        timer = threading.Timer(self._seconds, self.connection.interrupt)
-        timer.start()
         try:
             statements = self.connection.extract_statements(query)
             kinds = [statement.type for statement in statements]
             if kinds != [self._duckdb.StatementType.SELECT]:
                 raise QueryError("it is not one SELECT")
-            rows = self.connection.execute(statements[0]).fetchmany(self._max_rows + 1)
+            with self._interrupted(self._seconds):
+                rows = self.connection.execute(statements[0]).fetchmany(self._max_rows + 1)
         except (self._duckdb.Error, RuntimeError, MemoryError) as error:
             raise QueryError(str(error)) from None
-        finally:
-            timer.cancel()
-            timer.join()
         if len(rows) > self._max_rows:
             raise QueryError(f"more than {self._max_rows} rows")
         return list(rows)

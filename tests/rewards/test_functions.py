@@ -41,6 +41,23 @@ def test_repetition_is_trl_s(case):
     assert again[0] == pytest.approx(case["points"])
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("get_repetition_penalty_reward", {"max_penalty": 0.5}, "max_penalty = 0.5; must be at mo"),
+        ("get_repetition_penalty_reward", {"ngram_size": 0}, "ngram_size = 0; must be at least 1"),
+        (
+            "get_soft_overlong_punishment",
+            {"max_completion_len": 1, "soft_punish_cache": 2},
+            "soft_punish_cache = 2; must be 0 to max_completion_len = 1",
+        ),
+    ],
+)
+def test_options_of_trl_are_named_as_trl_has_them(name, options, message):
+    with pytest.raises(UserError, match=rf"rewards\.{name}\.{message}"):
+        points(name, **options)
+
+
 @pytest.mark.parametrize("case", PEERS["soft_overlong"])
 def test_soft_overlong_is_trl_s(case):
     limits = {"max_completion_len": case["limit"], "soft_punish_cache": case["cache"]}

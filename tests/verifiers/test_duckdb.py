@@ -6,6 +6,7 @@ import pytest
 from jrl.errors import UserError
 from jrl.rewards import Sample, make_reward
 from jrl.types import Prompt
+from jrl.verifiers.sql_engines import DatabaseSpec, opened
 
 pytestmark = pytest.mark.extra("duckdb")
 SCRIPT = "CREATE TABLE t (a INTEGER, b DOUBLE); INSERT INTO t VALUES (1, 0.5), (2, 1.5), (3, 2.5);"
@@ -53,3 +54,19 @@ def test_a_file_is_read(tmp_path):
     (tmp_path / "bad").write_text("nothing of the kind" * 999)
     with pytest.raises(UserError, match="is no database for duckdb"):
         paid("SELECT 1", database=str(tmp_path / "bad"))
+
+
+@pytest.mark.parametrize(
+    ("script", "problem"),
+    [
+        ("COPY (SELECT 1) TO 'FILE'", "Cannot access file"),
+        ("ATTACH 'FILE'", "Cannot access file"),
+        ("CREATE TABLE t AS SELECT count(*) c FROM range(100000000000)", "Interrupted"),
+    ],
+)
+def test_statements_of_a_row_have_limits_too(script, problem, tmp_path, monkeypatch):
+    monkeypatch.setattr("jrl.verifiers.sql_engines._SCRIPT_SECONDS", 0.5)
+    source = DatabaseSpec("duckdb", "", script.replace("FILE", str(tmp_path / "made.db")))
+    with pytest.raises(UserError, match=f"is no database for duckdb: .*{problem}"):
+        opened(source, 1.0, 10).__enter__()
+    assert not (tmp_path / "made.db").exists()

@@ -236,3 +236,14 @@ def test_a_busy_machine_makes_no_solution_wrong(part, monkeypatch):
         check_references(config("{" + part + "}"), data)
     assert check_references(config("{" + part + "}"), data) == []
     assert [second / first for first, second in (limits[:2], limits[2:])] == [4, 4]
+
+
+def test_a_compiler_counts_where_a_solution_had_no_time(monkeypatch):
+    """Its processor time is within the limits, too, or each program of the run would time out."""
+    testing = programs.testing_of({})
+    short = programs.Verdicts([False], ["timeout ''"], seconds=(1.0,))
+    for compiling, expected in ((3.0, [True]), (9.0, [False])):
+        again = programs.Verdicts([True], ["ok ''"], seconds=(1.0,), compiling=compiling)
+        answers = iter([short, again])
+        monkeypatch.setattr(programs, "judge", lambda *a, answers=answers: next(answers))
+        assert programs.judge_solution("x", None, "go", testing).passed == expected

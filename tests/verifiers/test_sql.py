@@ -113,6 +113,28 @@ def test_queries_that_mean_no_good_are_no_queries(query):
     assert time.monotonic() - begin < 10
 
 
+ENDLESS = (
+    "CREATE TABLE t AS WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x FROM n) SELECT x FROM n;"
+)
+SCRIPTS = {
+    "ATTACH DATABASE 'FILE' AS x; CREATE TABLE x.y(b);": "not authorized",
+    "VACUUM INTO 'FILE'": "authorization denied",
+    "PRAGMA max_page_count = 1000000000": "not authorized",
+    ENDLESS: "take longer than 0.5 s",
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_statements_of_a_row_have_limits_too(script, tmp_path, monkeypatch):
+    """They come with the data, and run in the process of training before it begins."""
+    monkeypatch.setattr("jrl.verifiers.sql_engines._SCRIPT_SECONDS", 0.5)
+    place, begin = tmp_path / "made.db", time.monotonic()
+    with pytest.raises(UserError, match=f"is no database for sqlite: .*({SCRIPTS[script]})"):
+        paid(GOLD, schema=SCRIPT + script.replace("FILE", str(place)))
+    assert not place.exists()
+    assert time.monotonic() - begin < 10
+
+
 def test_reasoning_sql_s_partial_rewards():
     assert paid("SELECT 1", name="sql_syntax") == 1.0
     assert paid("SELECT nothing FROM people", name="sql_syntax") == 0.0

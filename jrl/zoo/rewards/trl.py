@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jrl.errors import UserError
 from jrl.rewards import shaping
 from jrl.rewards.base import Sample
 
@@ -44,12 +45,34 @@ def get_cosine_scaled_reward(
 def get_repetition_penalty_reward(
     samples: list[Sample], ngram_size: int = 3, max_penalty: float = -1.0
 ) -> list[float]:
-    """TRL's: ``repetition`` of tokens."""
+    """TRL's: ``repetition`` of tokens.
+
+    Raises:
+      UserError: ``max_penalty`` is above 0, or ``ngram_size`` below 1.
+    """
+    for name, value, ok in (
+        ("ngram_size", ngram_size, ngram_size >= 1),
+        ("max_penalty", max_penalty, max_penalty <= 0),
+    ):
+        if not ok:
+            least = "at most 0" if name == "max_penalty" else "at least 1"
+            raise UserError(
+                f"rewards.get_repetition_penalty_reward.{name} = {value}; must be {least}"
+            )
     return shaping.repetition(samples, ngram_size, max_penalty)
 
 
 def get_soft_overlong_punishment(
     samples: list[Sample], max_completion_len: int, soft_punish_cache: int
 ) -> list[float]:
-    """TRL's: ``soft_overlong``."""
+    """TRL's: ``soft_overlong``.
+
+    Raises:
+      UserError: ``soft_punish_cache`` is not between 0 and ``max_completion_len``.
+    """
+    if not 0 <= soft_punish_cache <= max_completion_len:
+        raise UserError(
+            f"rewards.get_soft_overlong_punishment.soft_punish_cache = {soft_punish_cache}; must be"
+            f" 0 to max_completion_len = {max_completion_len}"
+        )
     return shaping.soft_overlong(samples, max_completion_len, soft_punish_cache)

@@ -16,7 +16,7 @@ from jrl.rewards.base import Sample, defaults_of, options_of
 from jrl.rewards.exact import boxed, same_answer
 from jrl.rewards.matching import normalised, references, stated_answer
 from jrl.rewards.math import math_reward as math
-from jrl.verifiers.code import code, reference, tested, testing_of
+from jrl.verifiers.code import Testing, code, reference, tested, testing_of
 from jrl.verifiers.references import Reference
 from jrl.zoo.rewards.minerva import last_box, normal_form
 
@@ -155,7 +155,8 @@ _FIRST = 10
 def prime_code(samples: list[Sample], continuous: bool = False, **options: Any) -> list[float]:
     """Verl's ``prime_code``: 1 where a program passes all tests of its row.
 
-    Departures: programs and tests are found as ``code`` finds them, and run in the sandbox.
+    The program is what follows the last "```python", up to the next fence. Departures: tests are
+    found as ``code`` finds them, and programs run in the sandbox.
 
     Args:
       samples: what to judge.
@@ -165,7 +166,8 @@ def prime_code(samples: list[Sample], continuous: bool = False, **options: Any) 
     """
     code([], **options)  # says what is wrong
     testing = testing_of(options)
-    results = [tested(sample, testing, stop=not continuous) for sample in samples]
+    programs = [_after_python(sample.completion) for sample in samples]
+    results = _tested(samples, programs, testing, stop=not continuous)
     return [
         1.0 if all(passed) else _share(passed[:_FIRST]) if continuous else 0.0 for passed in results
     ]
@@ -181,7 +183,8 @@ def sandbox_fusion(
 ) -> list[float]:
     """Verl's ``sandbox_fusion``: the share of its row's tests that a program passes.
 
-    0 without a fenced block. Departures: programs run in the sandbox of this machine, not at a
+    The program is what follows the last "```python", up to the next fence, else the first fenced
+    block; 0 without one. Departures: programs run in the sandbox of this machine, not at a
     service, and all tests of a program together have twice ``timeout``.
 
     Args:
@@ -194,12 +197,43 @@ def sandbox_fusion(
     """
     options = _limits(timeout, memory_limit_mb)
     code([], check_solution=check_solution, check_rows=check_rows, **options)
-    results = [tested(sample, testing_of(options), stop=False) for sample in samples]
-    shares = [_share(passed[:_FIRST] if continuous else passed) for passed in results]
+    fenced = [sample for sample in samples if _FENCE in sample.completion]
+    programs = [_in_fences(sample.completion) for sample in fenced]
+    results = iter(_tested(fenced, programs, testing_of(options), stop=False))
     return [
-        share if "```" in sample.completion else 0.0
-        for sample, share in zip(samples, shares, strict=True)
+        _share(next(results)[: _FIRST if continuous else None])
+        if _FENCE in sample.completion
+        else 0.0
+        for sample in samples
     ]
+
+
+_FENCE, _PYTHON = "```", "```python"
+
+
+def _after_python(text: str) -> str:
+    """A program as verl's ``prime_code`` finds it: all of the text where no fence stands."""
+    return text.rpartition(_PYTHON)[2].partition(_FENCE)[0]
+
+
+def _in_fences(text: str) -> str:
+    """A program as verl's ``sandbox_fusion`` finds it: else in the first block of any language."""
+    if _PYTHON in text:
+        return _after_python(text)
+    block = text.split(_FENCE)[1]
+    language, _, program = block.partition("\n")
+    return program if program and language.strip().isalpha() else block
+
+
+def _tested(
+    samples: Sequence[Sample], programs: Sequence[str], testing: Testing, *, stop: bool
+) -> list[list[bool]]:
+    """Which of their rows' tests programs pass; see ``code.judge``."""
+    alone = [
+        dataclasses.replace(sample, completion=program)
+        for sample, program in zip(samples, programs, strict=True)
+    ]
+    return [tested(sample, testing, stop=stop) for sample in alone]
 
 
 def _limits(timeout: float, memory_limit_mb: float) -> dict[str, Any]:

@@ -52,6 +52,21 @@ def test_a_share_of_the_first_ten_tests(monkeypatch):
             verl.sandbox_fusion([], **{name: 0})
 
 
+BLOCKS = {
+    "```python\nprint(1)\n``` Output: ```\n1\n```": ("\nprint(1)\n", "\nprint(1)\n"),
+    "```python\nprint(1)": ("\nprint(1)", "\nprint(1)"),  # cut off
+    "```\nprint(1)\n``` or ```\nprint(2)\n```": ("", "\nprint(1)\n"),
+    "```py\nprint(1)\n```": ("", "print(1)\n"),
+    "```print(1)```": ("", "print(1)"),
+}
+
+
+@pytest.mark.parametrize("text", BLOCKS)
+def test_programs_are_found_as_verl_finds_them(text):
+    """Prime_code reads up to the first fence where no block is Python's."""
+    assert (verl._after_python(text), verl._in_fences(text)) == BLOCKS[text]
+
+
 CHOSEN = {
     "openai/gsm8k": ("#### 4", 1.0),
     "HuggingFaceH4/MATH-500": (r"\boxed{4}", 1.0),
