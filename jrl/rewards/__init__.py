@@ -122,6 +122,8 @@ RUNNING = {
     "reasoning_gym": "jrl.zoo.rewards.reasoning_gym:reasoning_gym",
 }
 """Reward functions that run something, by name; they stand above the sandbox of episodes."""
+FROM_COLUMNS = frozenset({*RUNNING, "instructions"})
+"""Those that read columns of the data, and say themselves what a row lacks."""
 FUNCTION_NAMES = (*REWARDS, *RUNNING, *PUBLISHED, *OTHER_NAMES)
 """The names that ``[rewards]`` knows, functions of one's own aside."""
 

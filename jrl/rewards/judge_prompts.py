@@ -131,6 +131,18 @@ def text_of(form: str) -> FormText:
     return text
 
 
+def asks_with_reference(options: Mapping[str, Any]) -> bool:
+    """Whether a judge's question holds the row's answer, by the keys of its part."""
+    form = str(options.get("form", "score"))
+    if form == "pairwise" and options.get("against", "reference") == "reference":
+        return True
+    try:
+        asked = options.get("template") or text_of(form).template
+    except UserError:  # whoever asks names the mistake
+        return False
+    return "{reference}" in f"{options.get('system', '')}{asked}"
+
+
 def check_template(table: JudgeTable, columns: Iterable[str], key: str) -> None:
     """Raises UserError for a field of a template that nothing fills, or one without an answer.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from jrl.config.tables import Config
 from jrl.data.datasets import open_dataset
 from jrl.data.fields import ANSWERS, QUESTIONS, check_fields, layout
 from jrl.errors import UserError
-from jrl.rewards import ANSWERLESS
+from jrl.rewards import ANSWERLESS, FROM_COLUMNS
 from jrl.rewards.columns import reads_answer
+from jrl.rewards.judge_prompts import asks_with_reference
 from jrl.user_code import load
 
 LARGE = 64 << 20
@@ -26,14 +28,17 @@ def needs_answer(config: Config) -> bool:
     parts = {name: part for name, part in config.rewards.items() if part.combine is None}
 
     def read() -> bool:
-        return not parts or any(_reads_answer(n, p.function or n) for n, p in parts.items())
+        each = [(name, part.function or name, part.options) for name, part in parts.items()]
+        return not parts or any(_reads_answer(*part) for part in each)
 
     return config.data.needs_answer(read)
 
 
-def _reads_answer(name: str, function: str) -> bool:
+def _reads_answer(name: str, function: str, options: Mapping[str, Any]) -> bool:
+    if function == "judge":
+        return asks_with_reference(options)
     if ":" not in function:
-        return function not in ANSWERLESS and function not in MODEL_NAMES
+        return function not in ANSWERLESS | FROM_COLUMNS and function not in MODEL_NAMES
     try:
         loaded = load(function, "rewards")
     except UserError:  # what calls the function names the mistake; a sampler calls none
