@@ -76,7 +76,8 @@ class Packer:
         # A completion without trained tokens needs no columns, unless another member branches from
         # it.
         lengths, trees = np.where(mask.any(-1), lengths, 0), None
-        if "node" in batch.ids:
+        # Members share columns of one context alone; rows of several are packed each for itself.
+        if "node" in batch.ids and "context" not in batch.ids:
             node, tokens = jax.device_get((batch.ids["node"], batch.tokens))
             lengths, trees = grown_together(lengths, mask, node, tokens)
         deal = _Deal(lengths, mask.shape[2], self.parts, self.shards, trees=trees)

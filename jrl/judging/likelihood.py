@@ -111,7 +111,7 @@ class Likelihood(NamedTuple):
             answer = self._answer(prompts[i])
             cuts = self._cuts(rollout, turns, i, j)
             rows = [(*_row(rollout, i, j, cut), *before, *answer) for cut in cuts]
-            room = all(len(row) + len(answer) <= self.longest for row in rows)
+            room = all(len(row) <= self.longest for row in rows)
             if not 0 < len(answer) <= self.table.max_answer_tokens or not room:
                 continue
             places.append((i, j, cuts))

@@ -21,6 +21,8 @@ from jrl.models.template_process import MOST_BYTES, render_apart
 if TYPE_CHECKING:
     import jinja2
 
+TEMPLATES = "additional_chat_templates"
+"""The folder of a checkpoint with templates by name."""
 MOST_SECONDS = 5.0
 """Time limit of one conversation; typical ones take a millisecond."""
 
@@ -53,7 +55,7 @@ def find_templates(directory: Path, configured: Any) -> dict[str, str]:
         raise UserError(
             f"{where} = {str(configured)[:60]}; it must be text, or a list of templates"
         )
-    for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
+    for path in sorted((directory / TEMPLATES).glob("*.jinja")):
         templates[path.stem] = _read(path)
     if (directory / "chat_template.jinja").is_file():
         templates["default"] = _read(directory / "chat_template.jinja")

@@ -97,6 +97,17 @@ def test_a_packer_resumes_from_its_notes():
     assert rest.notes() == first.notes()
 
 
+def test_rows_of_several_contexts_are_packed_each_for_itself():
+    """Columns that members of a tree share are of one context; a later one reads none before it."""
+    lengths, mask = np.array([[6, 6]]), np.ones((1, 2, 16), bool)
+    ids = {"node": np.zeros((1, 2, 16), int), "context": np.zeros((1, 2, 16), int)}
+    mask[:, :, 6:] = False
+    batch = SimpleNamespace(lengths=lengths, mask=mask, ids=ids, replace=lambda packing: packing)
+    packing = Packer(1, 1)(batch)
+    assert packing.segments is None
+    assert np.bincount(packing.members[packing.members >= 0]).tolist() == [6, 6]
+
+
 def test_a_run_has_few_shapes_and_little_padding():
     """Lengths that rise for a while, as those of a policy that learns, and then stay."""
     packer = Packer(1, 1)

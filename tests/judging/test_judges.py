@@ -114,6 +114,16 @@ def test_only_right_answers_are_judged_where_that_is_asked_for():
     np.testing.assert_array_equal(points["flaw"], [[0, np.nan, np.nan], [np.nan, 1, np.nan]])
 
 
+@pytest.mark.parametrize("form", ["brpo", "reward_anything"])
+def test_a_group_of_which_nobody_is_judged_has_no_opinion(form):
+    """Forms of a group may look at its first member."""
+    keys = f"function='judge', form='{form}', where={{kind='c'}}"
+    with judge_server(by_member) as (url, bodies):
+        points, *_ = rewards_of(config(url, {"part": keys}), [[END] * 2] * 2)
+    assert not bodies
+    assert np.isnan(points["part"]).all()
+
+
 def test_a_group_is_ranked_without_those_that_are_gone():
     keys = "function='judge', form='listwise', template='{completions}'"
 

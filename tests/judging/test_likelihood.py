@@ -116,6 +116,8 @@ def test_no_opinion_where_nothing_can_be_asked():
     ]
     for one, prompts, weights in none:
         assert np.isnan(one(rollout, None, prompts, weights)[0]).all()
+    fits = part([], longest=len("qax = 42"))  # the longest row that there is room for
+    assert fits(rollout, None, PROMPTS, POLICY)[0].tolist() == [[1.0]]
     assert part([], where={"kind": "b"}, missing="zero")(rollout, None, PROMPTS, POLICY)[0] == 0
     failed, _ = members("ax", stop=StopReason.FAILED)
     assert np.isnan(part([])(failed, None, PROMPTS, POLICY)[0]).all()

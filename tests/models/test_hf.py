@@ -15,6 +15,7 @@ from needs_extra import require
 
 from jrl.errors import UserError
 from jrl.models import hf
+from jrl.models.hf.parse import parse
 from jrl.models.transformer import transformer
 
 require("dev", "torch", "transformers")
@@ -360,9 +361,19 @@ def test_config_of_older_releases_means_the_same(case, older, tmp_path):
     assert hf.read_config(tmp_path) == expected
 
 
+def test_a_window_is_left_out_by_the_key_of_the_families_that_have_it():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8}
+    sizes |= {"intermediate_size": 8, "sliding_window": 4, "use_sliding_window": False}
+    sizes |= {"max_position_embeddings": 64, "num_key_value_heads": 2}
+    windows = {name: parse({**sizes, "model_type": name}).window for name in ("mistral", "qwen2")}
+    assert windows == {"mistral": 4, "qwen2": None}
+
+
 def test_export_keeps_unknown_keys_and_tokenizer_files(checkpoint, tmp_path):
     edit_config(checkpoint, eos_token_id=7, initializer_range=0.123, our_own_note="kept")
     (checkpoint / "tokenizer.json").write_text("{}")
+    (checkpoint / "additional_chat_templates").mkdir()
+    (checkpoint / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     config, params = hf.load(checkpoint)
     hf.save(tmp_path / "export", config, params, source_dir=checkpoint)
     raw = json.loads((tmp_path / "export" / "config.json").read_text())
@@ -372,6 +383,8 @@ def test_export_keeps_unknown_keys_and_tokenizer_files(checkpoint, tmp_path):
     # Again over itself: replaced whole, and the companions are not lost.
     hf.save(checkpoint, config, params, source_dir=checkpoint)
     assert (checkpoint / "tokenizer.json").exists()
+    for place in (checkpoint, tmp_path / "export"):
+        assert (place / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
     assert_same_tree(hf.load(checkpoint)[1], params)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "export"]
 

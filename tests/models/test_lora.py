@@ -192,7 +192,7 @@ def test_the_merged_export_is_the_policy_for_transformers(tmp_path):
 
 
 def test_the_adapter_files_hold_what_is_added_to_each_matrix(tmp_path):
-    from safetensors.numpy import load_file
+    from safetensors.numpy import load_file, save_file
 
     lora = Lora(4, 8.0, ("q", "o", "down"))
     network = with_adapters(NETWORK, CONFIG, lora)
@@ -240,6 +240,23 @@ def test_the_adapter_files_hold_what_is_added_to_each_matrix(tmp_path):
         (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(about | {key: value}))
         with pytest.raises(UserError, match=message):
             load_adapters(tmp_path / "a", CONFIG, lora=lora)
+    (tmp_path / "a" / "adapter_config.json").write_text("[]")
+    with pytest.raises(UserError, match="must hold a JSON object"):
+        load_adapters(tmp_path / "a", CONFIG, lora=lora)
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(about))
+    one = next(name for name in sorted(pairs) if "layers.1." in name)
+    for value, message in (
+        (pairs[one] * np.nan, f"tensor '{one}' of .* holds numbers that are not finite"),
+        (pairs[one][:, :1], "belongs to another model"),
+    ):
+        (tmp_path / "odd").mkdir(exist_ok=True)
+        save_file(
+            pairs | {one: np.ascontiguousarray(value)},
+            tmp_path / "odd" / "adapter_model.safetensors",
+        )
+        (tmp_path / "odd" / "adapter_config.json").write_text(json.dumps(about))
+        with pytest.raises(UserError, match=message):
+            load_adapters(tmp_path / "odd", CONFIG, lora=lora)
     for start in (False, "gaussian", "eva", "orthogonal"):
         changed = about | {"init_lora_weights": start}
         (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(changed))

@@ -19,6 +19,7 @@ import numpy as np
 
 from jrl.errors import UserError, unknown_choice
 from jrl.hub import model_directory, near_models
+from jrl.models.chat_template import TEMPLATES
 from jrl.models.config import DTYPES, ModelConfig
 from jrl.models.hf.names import Tensor, leaf_at, leaves, tensors
 from jrl.models.hf.parse import parse
@@ -308,6 +309,8 @@ def save(
             for path in (source / name for name in _COMPANIONS):
                 if path.exists():
                     shutil.copyfile(path, draft / path.name)
+            if (templates := source / TEMPLATES).is_dir():
+                shutil.copytree(templates, draft / TEMPLATES)
         _write_stops(draft / "generation_config.json", stop_ids)
         _replace(target, draft)
     finally:

@@ -287,8 +287,9 @@ def _windows(
 ) -> tuple[int | None, tuple[bool, ...]]:
     """The window, and the layers that have it."""
     window = get("sliding_window")
-    if get("use_sliding_window") is False and not family.nope:
-        window = None
+    # Other families have a window wherever they name one, whatever this key says.
+    if "use_sliding_window" in family.defaults and not family.nope:
+        window = None if get("use_sliding_window") is False else window
     types = get("layer_types")
     if unknown := sorted(set(types or ()) - {FULL, SLIDING}):  # whatever the family reads of it
         raise UserError(f"config.json: layer_types has {unknown[0]!r}; only {FULL}, {SLIDING}")

@@ -18,8 +18,9 @@ from jrl.errors import UserError
 from jrl.hub import hub_name, model_directory
 from jrl.models.config import ModelConfig
 from jrl.models.hf.names import leaf_at, tensors
+from jrl.models.hf.stored import is_finite
 from jrl.models.lora import TARGETS, Lora
-from jrl.system.json_text import parse_json
+from jrl.system.json_text import as_object, parse_json
 from jrl.types import Params
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -107,7 +108,8 @@ def load_adapters(dir: str | os.PathLike[str], config: ModelConfig, *, lora: Lor
 
     directory = model_directory(dir, "lora.path")
     try:
-        about = parse_json((directory / CONFIG).read_bytes(), str(directory / CONFIG))
+        config_path = directory / CONFIG
+        about = as_object(parse_json(config_path.read_bytes(), str(config_path)), str(config_path))
         tensors = load_file(directory / TENSORS)
     except UserError as error:
         raise UserError(f"lora.path = {str(dir)!r}: {error}") from None
@@ -123,6 +125,12 @@ def load_adapters(dir: str | os.PathLike[str], config: ModelConfig, *, lora: Lor
             f"lora.path: tensor {odd[0]!r} is {where} {directory / TENSORS}; it must hold one pair "
             "for each of lora.targets in every layer"
         )
+    for name in sorted(expected):
+        if not is_finite(tensors[name]):
+            raise UserError(
+                f"lora.path: tensor {name!r} of {directory / TENSORS} holds numbers that are not"
+                " finite; the file is damaged, or of a run that diverged"
+            )
     stacks: dict[tuple, dict[str, list[np.ndarray]]] = {}
     for prefix, (path, _) in modules.items():
         pair = stacks.setdefault(path, {"a": [], "b": []})
@@ -166,12 +174,13 @@ def _shaped(config: ModelConfig, lora: Lora, stacks: dict[tuple, Any]) -> Params
 
     def fill(path: tuple, leaf: Any) -> np.ndarray:
         *keys, name = (part.key for part in path)
-        value = np.stack(stacks[tuple(keys)][name])
-        if value.size != int(np.prod(leaf.shape)):
+        layers = stacks[tuple(keys)][name]
+        size = int(np.prod(leaf.shape[1:]))
+        if odd := next((layer.shape for layer in layers if layer.size != size), None):
             raise UserError(
-                f"lora.path: {'.'.join(keys)} has {value.shape[1:]} numbers a layer there, and "
+                f"lora.path: {'.'.join(keys)} has {odd} numbers a layer there, and "
                 f"{leaf.shape[1:]} in this model; it belongs to another model"
             )
-        return value.reshape(leaf.shape)
+        return np.stack(layers).reshape(leaf.shape)
 
     return jax.tree_util.tree_map_with_path(fill, shapes)

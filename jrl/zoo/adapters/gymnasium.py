@@ -33,8 +33,8 @@ def from_gymnasium(
       read: (the policy's text) -> an action, or None where it can read none.
       limits: of an episode.
       options: of ``gymnasium.make``.
-      unreadable: what the policy reads where ``read`` gave None; the turn is lost, and counted as
-        "unreadable".
+      unreadable: what the policy reads where ``read`` gave None, or an action that a discrete
+        space does not hold; the turn is lost, and counted as "unreadable".
 
     Returns:
       The environment. Its functions are sync and run in threads.
@@ -55,7 +55,7 @@ def from_gymnasium(
 
     def step(env: Any, reply: Reply) -> tuple[Any, Feedback]:
         action = read(reply.text)
-        if action is None:
+        if action is None or not _is_legal(env, action):
             messages = [{"role": "user", "content": unreadable}]
             return env, Feedback(messages, metrics={"unreadable": 1.0})
         observation, reward, terminated, truncated, _ = env.step(action)
@@ -67,6 +67,12 @@ def from_gymnasium(
         return env, Feedback(messages, reward, done=done, success=won, state_key=text)
 
     return HostEnv(init, step, lambda env: env.close(), limits=limits)
+
+
+def _is_legal(env: Any, action: Any) -> bool:
+    """Whether a discrete space holds an action; environments fail in their own ways at others."""
+    space: Any = getattr(env, "action_space", None)
+    return not hasattr(space, "n") or space.contains(action)
 
 
 def gymnasium(

@@ -28,6 +28,9 @@ from jrl.system.extras import install_line, need
 from jrl.zoo.envs.answer_rewards import EXACT, last_turn_reward
 
 _START_SECONDS = 30.0
+_MOST_PAGES = 100
+_ANSWERS = (-32700, -32600, -32601, -32602, -32603)
+"""Codes of JSON-RPC with which a server answers a request; others are the connection's."""
 
 
 def mcp(
@@ -88,7 +91,7 @@ class McpServer:
         mcp = need("mcp", "mcp", "an MCP server")
         if not hasattr(mcp, "Client"):
             raise UserError(f"an MCP server needs mcp 2 or newer; {install_line('mcp')} --upgrade")
-        self._name, self._client = server, mcp.Client
+        self._name, self._client, self._refusal = server, mcp.Client, mcp.MCPError
         self._connect = lambda: server
         if not isinstance(server, str):
             stdio = need("mcp.client.stdio", "mcp", "an MCP server")
@@ -102,10 +105,21 @@ class McpServer:
         self._thread.start()
         self._connection: _Connection | None = None
         try:
-            self._listed = self._ask("list_tools").result(_START_SECONDS).tools
+            self._listed = self._list()
         except Exception as error:
             self.close()
             raise UserError(f"MCP server {server!r} does not answer: {_words(error)}") from None
+
+    def _list(self) -> list[Any]:
+        """The tools of all pages."""
+        listed, cursor = list[Any](), None
+        for _ in range(_MOST_PAGES):
+            page = self._ask("list_tools", cursor=cursor).result(_START_SECONDS)
+            listed += page.tools
+            cursor = page.next_cursor
+            if cursor is None:
+                break
+        return listed
 
     def tools(self, names: Sequence[str] = (), *, seconds: float = 10.0) -> list[Tool]:
         """The server's tools, all or those named, in that order.
@@ -147,6 +161,8 @@ class McpServer:
                 answer = self._ask("call_tool", offered.name, arguments)
                 result = await asyncio.wrap_future(answer)
             except Exception as error:
+                if self._refuses(error):  # as it does arguments beyond the schema
+                    raise ToolError(_words(error)) from None
                 raise EnvError(f"MCP server: {_words(error)}") from None
             text = "\n".join(_text(part) for part in result.content)
             if result.is_error:
@@ -194,17 +210,26 @@ class McpServer:
 
     # ------------------------------------------------------------ in the thread
 
-    def _ask(self, method: str, *arguments: Any) -> concurrent.futures.Future[Any]:
-        return asyncio.run_coroutine_threadsafe(self._call(method, arguments), self._loop)
+    def _ask(self, method: str, *arguments: Any, **options: Any) -> concurrent.futures.Future[Any]:
+        call = self._call(method, arguments, options)
+        return asyncio.run_coroutine_threadsafe(call, self._loop)
 
-    async def _call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+    def _refuses(self, error: Exception) -> bool:
+        """Whether an error is the server's answer, and not one of the connection."""
+        return isinstance(error, self._refusal) and error.code in _ANSWERS
+
+    async def _call(
+        self, method: str, arguments: tuple[Any, ...], options: Mapping[str, Any]
+    ) -> Any:
         """A request over the connection, which is opened if none is there, and ends by an error."""
         if self._connection is None or self._connection.task.done():
             self._connection = _Connection(self._client(self._connect()))
         connection = self._connection
         try:
-            return await connection.call(method, arguments)
-        except Exception:
+            return await connection.call(method, arguments, options)
+        except Exception as error:
+            if self._refuses(error):
+                raise
             connection.end()
             if self._connection is connection:
                 self._connection = None
@@ -233,14 +258,16 @@ class _Connection:
             if not self._session.done():
                 self._session.set_exception(ConnectionError(_words(error)))
 
-    async def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+    async def call(
+        self, method: str, arguments: tuple[Any, ...], options: Mapping[str, Any]
+    ) -> Any:
         """The result of a method of the session.
 
         Raises:
           ConnectionError: the session does not open, or ends meanwhile.
         """
         session = await asyncio.shield(self._session)
-        work = asyncio.ensure_future(getattr(session, method)(*arguments))
+        work = asyncio.ensure_future(getattr(session, method)(*arguments, **options))
         work.add_done_callback(retrieve_error)
         try:
             await asyncio.wait({work, self.task}, return_when=asyncio.FIRST_COMPLETED)

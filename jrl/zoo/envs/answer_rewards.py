@@ -45,6 +45,16 @@ def judge_of(reward: str | Judge, key: str = "data.reward") -> Judge:
     return exact
 
 
+def with_values(text: str, **values: Any) -> str:
+    r"""A text with the values of its {fields}; other braces, as of LaTeX and JSON, stay.
+
+    >>> with_values(r"\boxed{A} of {count}", count=3)
+    '\\boxed{A} of 3'
+    """
+    fields = re.compile(rf"\{{({'|'.join(values)})\}}")
+    return fields.sub(lambda field: str(values[field[1]]), text)
+
+
 def last_turn_reward(reward: str | Judge) -> Callable[[Prompt, Reply], Any]:
     """``judge_of`` the last turn's text, for ``tools.tool_env``."""
     judge = judge_of(reward)

@@ -9,7 +9,7 @@ from jrl.episodes.coroutine import Outcome, Policy, coroutine_env
 from jrl.episodes.host import EnvExtras, HostEnv, Limits
 from jrl.errors import UserError
 from jrl.types import Prompt
-from jrl.zoo.envs.answer_rewards import EXACT, Judge, judge_of
+from jrl.zoo.envs.answer_rewards import EXACT, Judge, judge_of, with_values
 
 FORETELL = (
     "{question}\n\nDo not solve it. Foretell how solutions will turn out: how many tokens a right"
@@ -39,7 +39,7 @@ def foretell(reward: str | Judge = EXACT, *, passes: int = 8, ask: str = FORETEL
             reply = await policy(prompt.text)
             score = float(await run_either(judge, prompt, reply.text))
             return Outcome(score, success=score >= 1, cut=reply.cut)
-        reply = await policy(ask.format(question=prompt.text, passes=passes))
+        reply = await policy(with_values(ask, question=prompt.text, passes=passes))
         right = _number("passes", reply.text)
         labels = {
             "predicted_tokens": _number("tokens", reply.text),

@@ -21,7 +21,7 @@ from jrl.episodes.host import EnvExtras, HostEnv, Limits
 from jrl.errors import UserError, unknown_choice
 from jrl.rewards.replies import read_yes_no
 from jrl.types import Prompt
-from jrl.zoo.envs.answer_rewards import EXACT, Judge, judge_of
+from jrl.zoo.envs.answer_rewards import EXACT, Judge, judge_of, with_values
 
 SOLVER, JUDGE = "solver", "judge"
 MOST_STEPS = 31
@@ -35,9 +35,9 @@ ASK_STEPS = """Check the solution above step by step. It has {count} steps in <s
 this form and write nothing else, with one analysis for each of the {count} steps:
 
 <step_verification>
-<step>Analysis of step 1, which ends with \\boxed{{CORRECT}} or \\boxed{{INCORRECT}}</step>
+<step>Analysis of step 1, which ends with \\boxed{CORRECT} or \\boxed{INCORRECT}</step>
 </step_verification>
-<final_verification>\\boxed{{CORRECT}} or \\boxed{{INCORRECT}}, of the whole solution and its
+<final_verification>\\boxed{CORRECT} or \\boxed{INCORRECT}, of the whole solution and its
 answer</final_verification>"""
 
 
@@ -171,7 +171,7 @@ def judged_env(
         spans = tagged_steps(solution.text) if form == "steps" else []
         if form == "steps":
             policy.label(solution_step=_by_character(spans, len(solution.text)))
-        reply = await policy[JUDGE]((ask or how.ask).format(count=len(spans)))
+        reply = await policy[JUDGE](with_values(ask or how.ask, count=len(spans)))
         verdict = how.read(reply.text, len(spans))
         agrees = verdict.right == right
         labels = {"outcome": int(right)}

@@ -32,7 +32,7 @@ from jrl.errors import UserError
 from jrl.models.chat_frames import Message
 from jrl.types import Prompt
 from jrl.user_code import load
-from jrl.zoo.envs.answer_rewards import EXACT, Judge, judge_of
+from jrl.zoo.envs.answer_rewards import EXACT, Judge, judge_of, with_values
 
 
 def guided_env(
@@ -68,7 +68,7 @@ def guided_env(
         score = 0.0
         for _ in range(turns):
             guidance = (await policy(messages)).text
-            first = hint.format(question=prompt.text, guidance=guidance)
+            first = with_values(hint, question=prompt.text, guidance=guidance)
             conversation.append(user_message(guidance if conversation else first))
             answer = await reply_of(other, conversation)
             score = float(await run_either(judge, prompt, answer))
@@ -88,7 +88,8 @@ def dialogue_env(
     """The policy talks with a user, scripted or another model; every turn is judged.
 
     Args:
-      user: reads the conversation, the policy's turns as "user", its own as "assistant".
+      user: reads the conversation, the policy's turns as "user", its own as "assistant"; the
+        problem opens it.
       judge: (problem, conversation, which the policy's turn ends) -> reward, or (reward, whether
         the episode ends); or ``FILE.py:function``.
       turns: the most of the policy.
@@ -105,7 +106,7 @@ def dialogue_env(
             policy.reward(score)
             if done or policy.turns >= turns:
                 return Outcome(success=float(score) > 0)
-            answer = await reply_of(user, conversation)
+            answer = await reply_of(user, [assistant_message(prompt.text), *conversation])
             conversation.append(assistant_message(answer))
 
     return coroutine_env(episode, limits=Limits(turns=turns))
@@ -218,6 +219,11 @@ def expert_env(*, patches: int = 2, turns: int = 16) -> HostEnv:
 
 
 UNKNOWN = "I do not know."
+PATIENT = """You are a patient. Answer the doctor in a sentence or two, by this case alone:
+
+{case}
+
+Never name the diagnosis. Where the case does not tell, answer: {unknown}"""
 """A patient's answer to a question that it cannot answer."""
 
 
@@ -238,8 +244,8 @@ def consultation_env(
     after each turn how many are used up. A diagnosis worth 5 or more is a success.
 
     Args:
-      patient: answers as "assistant"; ``UNKNOWN`` where it cannot. Its system message is the case,
-        the problem's answer.
+      patient: answers as "assistant"; ``UNKNOWN`` where it cannot. Its system message is
+        ``PATIENT`` with the case, the problem's answer.
       examiner: (problem, diagnosis) -> 0 to 10, for diagnosis and recommendation; or
         ``FILE.py:function``.
       turns: the least and the most of an episode.
@@ -251,7 +257,8 @@ def consultation_env(
 
     async def episode(policy: Policy, prompt: Prompt, seed: int) -> Outcome:
         allowed = least + seed % (most - least + 1)
-        conversation: list[Message] = [{"role": "system", "content": str(prompt.answer)}]
+        case = with_values(PATIENT, case=prompt.answer, unknown=UNKNOWN)
+        conversation: list[Message] = [{"role": "system", "content": case}]
         questions: set[str] = set()
         rule = f"You have {allowed} turns. Each is one line, Question: ... or Diagnosis: ..."
         message = f"{prompt.text}\n{rule}"
@@ -272,7 +279,7 @@ def consultation_env(
                 answer = await reply_of(patient, conversation)
                 conversation.append(assistant_message(answer))
                 questions.add(words.lower())
-                score = -1.0 if answer.strip() == UNKNOWN else 1.0
+                score = -1.0 if answer.strip(" .\n").lower() == UNKNOWN.strip(".").lower() else 1.0
             policy.reward(score)
             message = f"{answer}\nTurn {policy.turns} of {allowed}."
 

@@ -35,7 +35,7 @@ from jrl.objectives.transforms import (
     stateless,
     trained,
 )
-from jrl.types import Array, Batch, Regularizer, Statistic, Stats, Transform
+from jrl.types import Array, Batch, Regularizer, Statistic, Stats, Transform, opinions
 
 # ---------------------------------------------------------------- SEED-GRPO
 
@@ -138,8 +138,13 @@ def scale_by_difficulty(
         if part >= parts:
             raise UserError(f"reward part {part} of {parts}; count them from 0")
         rows = (jnp.arange(n)[:, None],) if over == "group" else ()
-        accuracy = seg.mean(batch.rewards[:, :, part], seg.segments(batch.members, *rows))
-        weight = weight_of(accuracy)
+        judged = batch.members & opinions(batch.rewards, batch.ids)[:, :, part]
+        means = seg.mean(batch.rewards[:, :, part], seg.segments(judged, *rows))
+        # Members that were not judged have the weight of their group, and a group of which none
+        # was has 1: nothing says that its prompt is hard.
+        axis = 1 if over == "group" else None
+        accuracy = jnp.where(judged, means, -jnp.inf).max(axis=axis, keepdims=True)
+        weight = jnp.where(judged.any(axis=axis, keepdims=True), weight_of(accuracy), 1.0)
         return values * (weight if values.ndim == 2 else jnp.expand_dims(weight, 2)), batch
 
     return stateless(apply)

@@ -143,7 +143,7 @@ def lagrangian(budget: float, rate: float, initial: float, cap: float) -> Transf
         cost = batch.rewards[:, :, -1]
         reward = scores - cost * batch.reward_weights[-1]
         multiplier = jnp.exp(state)
-        live = batch.members
+        live = batch.members & opinions(batch.rewards, batch.ids)[:, :, -1]
         mean = live_mean(cost, live)
         updated = jnp.minimum(state + rate * multiplier * (mean - budget), jnp.log(cap))
         # A floor keeps the exponential above 0, from where it could never rise again.

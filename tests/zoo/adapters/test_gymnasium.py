@@ -57,6 +57,32 @@ def test_an_episode_is_that_of_the_environment():
     assert (feedback.done, feedback.success) == (True, False)
 
 
+class Three:
+    """A discrete space of three actions, as gymnasium's."""
+
+    n = 3
+
+    def contains(self, action):
+        return action in (0, 1, 2)
+
+
+class Bounded(Line):
+    """The walk with a space of actions, which fails at others in its own way."""
+
+    action_space = Three()
+
+    def step(self, action):
+        return super().step([0, 1, 2][action])
+
+
+def test_an_action_that_is_none_of_the_space_s_costs_the_turn():
+    env = from_gymnasium(Bounded, str, int, Limits())
+    state, _ = env.init(PROMPT, 5)
+    state, feedback = env.step(state, reply("42"))
+    assert (feedback.metrics, feedback.done) == ({"unreadable": 1.0}, False)
+    assert env.step(state, reply("2"))[1].messages[0]["content"] == "3"
+
+
 def test_a_named_environment_needs_the_extra():
     try:
         import gymnasium

@@ -4,6 +4,7 @@ import asyncio
 import sys
 import threading
 import types
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from jrl.zoo.adapters.mcp import McpServer, plain_name
 needs_mcp = pytest.mark.extra("mcp")
 SERVER = '''
 import os
+from mcp import MCPError
 from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
@@ -29,6 +31,8 @@ def add(a: int, b: int) -> int:
     """Adds two numbers."""
     if a == 13:
         raise ToolError("not 13")
+    if a == 14:
+        raise MCPError(-32602, "a may not be 14")
     if a == 99:
         os._exit(3)
     return a + b
@@ -90,6 +94,9 @@ def test_errors_are_told_to_the_policy_and_a_dead_server_is_started_again(server
 
     assert "5" in reply_to(a=2, b=3)
     assert "not 13" in reply_to(a=13, b=0)
+    connection = server._connection
+    assert "a may not be 14" in reply_to(a=14, b=0)
+    assert server._connection is connection  # other episodes have calls under way
     assert "'b' is a required property" in reply_to(a=1)
     with pytest.raises(EnvError, match="MCP server"):
         reply_to(a=99, b=0)  # it dies: the member fails
@@ -117,6 +124,23 @@ class Listed(McpServer):
 
     def __init__(self, *tools):
         self._name, self._listed = "here", tools
+
+
+class Paged(McpServer):
+    """A server that lists its tools one by one."""
+
+    def __init__(self):
+        self._pages = {None: ("a", "1"), "1": ("b", "2"), "2": ("c", None)}
+
+    def _ask(self, method, **options):
+        name, cursor = self._pages[options["cursor"]]
+        page, answer = types.SimpleNamespace(tools=[name], next_cursor=cursor), Future()
+        answer.set_result(page)
+        return answer
+
+
+def test_all_pages_of_tools_are_listed():
+    assert Paged()._list() == ["a", "b", "c"]
 
 
 def offered(name, schema):

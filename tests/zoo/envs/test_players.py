@@ -65,7 +65,7 @@ def test_a_dialogue_ends_when_the_judge_says_so():
 
     _, first, second, third = talk(dialogue_env(user, judge), ["where", "again", "diagnosis"])
     assert [f.reward for f in (first, second, third)] == [(1.0,), (-2.0,), (5.0,)]
-    assert first.messages[0]["content"] == "heard 1"
+    assert first.messages[0]["content"] == "heard 2"  # the problem is its own first message
     assert third.done
     assert third.success
 
@@ -160,8 +160,10 @@ def test_an_endpoint_is_asked_as_openai_writes_it():
 
 def test_a_consultation_pays_turn_by_turn():
     def patient(messages):
-        assert messages[0] == {"role": "system", "content": "flu"}
-        return UNKNOWN if "blood" in messages[-1]["content"] else "Yes, a fever."
+        assert messages[0]["role"] == "system"
+        assert "\n\nflu\n\n" in messages[0]["content"]
+        assert UNKNOWN in messages[0]["content"]
+        return "I do not know" if "blood" in messages[-1]["content"] else "Yes, a fever."
 
     def examiner(prompt, diagnosis):
         return 8.0 if prompt.answer in diagnosis else 1.0

@@ -22,6 +22,7 @@ from harness import (
 from jrl.errors import UserError
 from jrl.methods.group_relative import dr_grpo, grpo
 from jrl.objectives import aggregates, compute_advantages
+from jrl.types import SILENT
 from jrl.zoo.methods.difficulty import (
     CERTAINTY,
     LOGIT,
@@ -226,6 +227,17 @@ def test_one_difficulty_for_the_whole_batch_is_that_of_its_mean_accuracy():
     values, *_ = jax.jit(scale.apply)(jnp.ones((3, 4)), as_batch(d), ())
     weight = np.exp(1 - d.rewards[d.members].mean())
     np.testing.assert_allclose(np.asarray(values)[d.members], weight, rtol=1e-5)
+
+
+def test_what_nobody_judged_is_no_hard_prompt():
+    d = ragged(1, 2, 4, 1)
+    d.members[:] = True
+    d.rewards[:] = np.array([[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    silent = np.array([[0, 0, 1, 1], [1, 1, 1, 1]])  # no verdict, which is a reward of 0
+    d.ids = {**d.ids, SILENT: silent}
+    values, *_ = scale_by_difficulty().apply(jnp.ones((2, 4)), as_batch(d), ())
+    np.testing.assert_allclose(values[0], np.exp(0.5), rtol=1e-6)
+    np.testing.assert_allclose(values[1], 1.0)
 
 
 # ---------------------------------------------------------------- Observe-R1

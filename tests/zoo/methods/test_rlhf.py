@@ -19,6 +19,7 @@ from harness import (
 from jrl.methods import get_method
 from jrl.models.soup import average
 from jrl.objectives import compute_advantages
+from jrl.types import SILENT
 from jrl.zoo.methods.rlhf import lagrangian
 
 WRT = ("logprobs", "values")
@@ -69,6 +70,18 @@ def test_safe_rlhf_moves_its_multiplier_against_the_cost():
     cheap = as_batch(d)
     _, _, after = step.apply(cheap.score(), cheap, step.init())
     assert float(after) == pytest.approx(np.log(2.0) - 0.25, abs=1e-6)
+
+
+def test_a_cost_without_an_opinion_is_no_cost_of_0():
+    d = ragged(0)
+    d.rewards = np.stack([d.rewards, np.full_like(d.rewards, 2.0)], axis=-1)
+    silent = np.zeros(d.members.shape, np.int32)
+    silent[:, 0], d.rewards[:, 0, 1] = 2, 0.0  # the second part says nothing of the first member
+    d.ids = {**d.ids, SILENT: silent}
+    batch = as_batch(d)
+    step = lagrangian(budget=0.0, rate=0.1, initial=1.0, cap=5.0)
+    _, _, state = step.apply(batch.score(), batch, step.init())
+    assert float(state) == pytest.approx(0.1 * 2.0, abs=1e-6)
 
 
 def test_safe_rlhf_is_ppo_of_the_reward_less_the_cost():
