@@ -207,6 +207,13 @@ def test_what_a_checkpoint_holds_is_what_is_stored():
         }
 
 
+def test_a_checkpoint_holds_a_store_that_has_accepted_nothing():
+    store, _ = recall(empty(), groups_of([5], [[0, 0, 0]]))
+    again = empty().unpacked(store.packed())
+    assert not again.rows
+    assert again.shapes == store.shapes != {}
+
+
 class Script:
     """Prompt 5 is solved at step 0 and never again."""
 
