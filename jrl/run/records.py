@@ -191,7 +191,7 @@ class RunRecords:
             check_base(self.config, state.frozen["base"], extra["base"])
         self._compiled = self._compiles.count
         notes: dict[str, Any] = {}
-        for name in ("carried", "packing", "collect"):
+        for name in ("carried", "packing", "collect", "source"):
             if name in extra:
                 notes[name] = extra.pop(name)
         unwritten = extra.pop("unwritten", {})
