@@ -308,6 +308,8 @@ def test_what_does_not_go_together_with_a_replay_is_named(other):
     check_features(features)
     with pytest.raises(UserError, match="stores completions, does not go with X: "):
         check_features(features | {other: "X"})
+    with pytest.raises(UserError, match="which stores completions: they belong together; choose"):
+        check_features(features | {"several groups": "data.env"})
 
 
 def test_coefficients_reach_the_rule():
