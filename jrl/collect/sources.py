@@ -69,8 +69,12 @@ class Source(Protocol):
         ``request.split`` says whether the rows are training or held-out ones.
         """
 
-    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
-        """Groups of existing completions, with their rewards."""
+    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout, step: int = 0) -> Groups:
+        """Groups of existing completions, with their rewards.
+
+        A search gives ``step``, the training steps done, which rewards may read; a source of one's
+        own, which is not searched, needs no such argument.
+        """
 
     def finish(self, complete: bool) -> None:
         """Ends the draws of a step, before training; frees weights held for sampling.
@@ -134,8 +138,8 @@ def check_groups(groups: Any, request: DrawRequest, parts: int, source: Any) -> 
       source: that drew, for messages.
 
     Raises:
-      UserError: another type or number of groups, or rewards, ids or stats of another shape or type;
-        named with what would do.
+      UserError: another type or number of groups, or rewards, ids or stats of another shape or
+        type; named with what would do.
 
     Returns:
       The groups, their rewards and stats as float32.
@@ -312,9 +316,9 @@ class Around:
         """As ``Source.draw``."""
         return self.source.draw(request)
 
-    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
+    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout, step: int = 0) -> Groups:
         """As ``Source.judge``."""
-        return self.source.judge(subject, prompts, rollout)
+        return self.source.judge(subject, prompts, rollout, step)
 
     def finish(self, complete: bool) -> None:
         """As ``Source.finish``."""
