@@ -32,7 +32,7 @@ from jrl.collect.plan import (
     rest_of_step,
     unpacked,
 )
-from jrl.collect.sources import Groups, Source, take_groups, to_host
+from jrl.collect.sources import Groups, Source, resume_source, take_groups, to_host
 from jrl.methods.curriculum import unchanged
 from jrl.types import NOTHING, Array, Batch, Params
 from jrl.types.asks import ASIDE, Asks, DrawRequest
@@ -112,6 +112,8 @@ class Collector:
         self.collected = new_collected(setting)
         if "collect" in notes:
             self.collected = unpacked(self.collected, notes["collect"])
+        if "source" in notes:
+            resume_source(source, notes["source"])
         self._next = self.collected
         self._outcome: tuple[PlacedGroups, PlacedGroups] | None = None
         self._rounds = HostRounds(source) if rounds is None else rounds
@@ -296,7 +298,9 @@ class Collector:
         notes = {} if self.pack is None else {"packing": self.pack.notes()}
         if self.setting.method.curriculum is not None or self.setting.method.edits:
             notes["collect"] = packed(self.collected)
-        return notes | self.source.notes()
+        if state := self.source.notes():
+            notes["source"] = state
+        return notes
 
     def wait(self) -> None:
         """Returns at once: nothing is sampled between two calls."""

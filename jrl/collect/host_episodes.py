@@ -112,7 +112,7 @@ class HostEpisodes(FromPrompts):
         self._calls: Calls | None = None
         self._opened = False  # any episode yet
 
-    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
+    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout, step: int = 0) -> Groups:
         """Refused: the environment computes rewards only while it plays.
 
         Raises:

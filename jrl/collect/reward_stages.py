@@ -33,9 +33,9 @@ from jrl.types.asks import DrawRequest
 
 PartPoints = Mapping[str, Any]
 """Points [N, G] float32 by reward part; NaN for no opinion."""
-Stage = Callable[[Groups, PartPoints, DrawRequest | None], tuple[Groups, PartPoints]]
-"""(groups, points of earlier parts, their request or None for existing completions) -> (groups,
-points of further parts)."""
+Stage = Callable[[Groups, PartPoints, DrawRequest], tuple[Groups, PartPoints]]
+"""(groups, points of earlier parts, their request, which for existing completions has the step
+alone) -> (groups, points of further parts)."""
 
 
 STEPS: Mapping[str, tuple[str, Callable[..., np.ndarray]]] = {
@@ -81,16 +81,17 @@ class JudgedParts(Around):
         """As ``Source.draw``."""
         if self._calls is None:
             return self._judged(self.source.draw(request), request)
-        with self._calls.step(step_of(request)):
+        with self._calls.step(int(request.step)):
             groups = self.source.draw(request)
             self._calls.drain()
             return self._judged(groups, request)
 
-    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
+    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout, step: int = 0) -> Groups:
         """As ``Source.judge``."""
-        return self._judged(self.source.judge(subject, prompts, rollout), None)
+        request = DrawRequest(None, NOTHING, NOTHING, np.int32(step), ())  # type: ignore[arg-type]
+        return self._judged(self.source.judge(subject, prompts, rollout, step), request)
 
-    def _judged(self, groups: Groups, request: DrawRequest | None) -> Groups:
+    def _judged(self, groups: Groups, request: DrawRequest) -> Groups:
         rewards, ids = jax.device_get((groups.rewards, groups.ids))
         rewards = np.where(opinions(np.asarray(rewards), ids), rewards, np.nan)
         points: dict[str, Any] = dict(zip(self._gives, np.moveaxis(rewards, -1, 0), strict=True))
@@ -101,7 +102,7 @@ class JudgedParts(Around):
             members = np.asarray(counted(groups.rollout))
             listed = isinstance(groups.subject, list)
             rows = [prompt.meta for prompt in groups.subject] if listed else ()
-            points = combined(self._combined, points, members, rows, step_of(request))
+            points = combined(self._combined, points, members, rows, int(request.step))
         faults = [np.isnan(points[name]) for name in self._certain]
         broken = np.any(faults, axis=0) if faults else np.zeros(groups.rollout.stop.shape, bool)
         rewards, silent = without_silent(np.stack([points[n] for n in self._names], axis=-1))
@@ -119,11 +120,6 @@ def with_paid(groups: Groups, paid: np.ndarray | None) -> Groups:
     return groups._replace(stats={**stats, "paid": before + paid})
 
 
-def step_of(request: DrawRequest | None) -> int:
-    """Training steps done when groups were drawn."""
-    return 0 if request is None else int(request.step)
-
-
 def function_stage(
     scorer: HostScorer,
     prompts_of: Callable[[Groups], Sequence[Prompt]],
@@ -138,12 +134,12 @@ def function_stage(
     """
 
     def stage(
-        groups: Groups, points: PartPoints, request: DrawRequest | None
+        groups: Groups, points: PartPoints, request: DrawRequest
     ) -> tuple[Groups, PartPoints]:
         rollout = jax.device_get(groups.rollout)
         spoken = groups.spoken or ()
         begun = None if calls is None else calls.begun
-        scores = scorer(prompts_of(groups), rollout, step_of(request), spoken, begun)
+        scores = scorer(prompts_of(groups), rollout, int(request.step), spoken, begun)
         answers = {} if "answer" in groups.ids else {"answer": scores.answers}
         points_of = np.moveaxis(scores.points, -1, 0)
         groups = with_paid(groups, scores.paid)
@@ -177,7 +173,7 @@ def model_stage(rewards: RunRewards) -> Stage:
     """The reward models of a run that read the policy's tokens."""
 
     def stage(
-        groups: Groups, points: PartPoints, request: DrawRequest | None
+        groups: Groups, points: PartPoints, request: DrawRequest
     ) -> tuple[Groups, PartPoints]:
         more, paid = dict[str, Any](), None
         for name, model in rewards.models.items():
@@ -200,12 +196,11 @@ def judge_stage(judges: TextParts, prompts_of: Callable[[Groups], Sequence[Promp
     """A stage of judges, which may read the rewards so far, and models that read text."""
 
     def stage(
-        groups: Groups, points: PartPoints, request: DrawRequest | None
+        groups: Groups, points: PartPoints, request: DrawRequest
     ) -> tuple[Groups, PartPoints]:
         rollout = jax.device_get(groups.rollout)
         texts = Texts(prompts_of(groups), rollout, judges.tokenizer, groups.spoken or ())
-        weights = NOTHING if request is None else request.weights
-        more, dropped, counts, paid = judges(texts, points, step_of(request), weights)
+        more, dropped, counts, paid = judges(texts, points, int(request.step), request.weights)
         groups = with_paid(groups, paid)
         if dropped.any():
             rollout, left_out = without_dropped(rollout, dropped)
@@ -223,7 +218,7 @@ def likelihood_stage(
     """The policy's own probabilities of the answers."""
 
     def stage(
-        groups: Groups, points: PartPoints, request: DrawRequest | None
+        groups: Groups, points: PartPoints, request: DrawRequest
     ) -> tuple[Groups, PartPoints]:
         if "context" in groups.ids:
             raise UserError(
@@ -231,10 +226,9 @@ def likelihood_stage(
                 " contexts at once; set data.contexts to 1, or remove the part"
             )
         rollout, turns = jax.device_get((groups.rollout, groups.ids.get("turn")))
-        weights = NOTHING if request is None else request.weights
         more = dict[str, Any]()
         for name, part in parts.items():
-            more[name], paid = part(rollout, turns, prompts_of(groups), weights)
+            more[name], paid = part(rollout, turns, prompts_of(groups), request.weights)
             groups = with_paid(groups, paid if part.table.by == "turn" else None)
         return groups, more
 
@@ -316,9 +310,9 @@ class FiniteSums(Around):
         """As ``Source.draw``."""
         return self._checked(self.source.draw(request))
 
-    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
+    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout, step: int = 0) -> Groups:
         """As ``Source.judge``."""
-        return self._checked(self.source.judge(subject, prompts, rollout))
+        return self._checked(self.source.judge(subject, prompts, rollout, step))
 
     def _checked(self, groups: Groups) -> Groups:
         """The groups, and ``reward_errors`` counted; UserError where an error stops the run."""

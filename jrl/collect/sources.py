@@ -53,7 +53,8 @@ class Source(Protocol):
 
     Any class with these methods; ``check_source`` names missing ones. A *row* is a problem of the
     data; a *ticket* is one use of it, issued by the loop, from which the random numbers of its
-    members derive.
+    members derive. A source with state also has a method ``resume(notes)``: a resumed run calls it
+    before anything is drawn, with what ``notes`` returned at the checkpoint.
     """
 
     def order(self, tickets: np.ndarray) -> np.ndarray:
@@ -68,8 +69,12 @@ class Source(Protocol):
         ``request.split`` says whether the rows are training or held-out ones.
         """
 
-    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
-        """Groups of existing completions, with their rewards."""
+    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout, step: int = 0) -> Groups:
+        """Groups of existing completions, with their rewards.
+
+        A search gives ``step``, the training steps done, which rewards may read; a source of one's
+        own, which is not searched, needs no such argument.
+        """
 
     def finish(self, complete: bool) -> None:
         """Ends the draws of a step, before training; frees weights held for sampling.
@@ -78,7 +83,7 @@ class Source(Protocol):
         """
 
     def notes(self) -> dict[str, Any]:
-        """State for a checkpoint, so that the next draws are the same."""
+        """State for ``resume``, so that the next draws are the same: JSON values, NumPy arrays."""
 
 
 PARTS = {
@@ -102,7 +107,8 @@ def check_source(source: Any) -> Source:
       UserError: a method is missing or takes other arguments; all of them are named.
     """
     name, problems = type(source).__name__, []
-    for part, arguments in PARTS.items():
+    optional = {"resume": ("notes",)} if hasattr(source, "resume") else {}
+    for part, arguments in (PARTS | optional).items():
         written = f"{part}({', '.join(('self', *arguments))})"
         method = getattr(source, part, None)
         if not callable(method):
@@ -123,7 +129,7 @@ def check_source(source: Any) -> Source:
 
 
 def check_groups(groups: Any, request: DrawRequest, parts: int, source: Any) -> Groups:
-    """The groups that a source of one's own drew, where their shapes fit what was asked for.
+    """The groups that a source of one's own drew, if they fit what was asked for.
 
     Args:
       groups: returned by ``draw``.
@@ -132,7 +138,11 @@ def check_groups(groups: Any, request: DrawRequest, parts: int, source: Any) -> 
       source: that drew, for messages.
 
     Raises:
-      UserError: another type, number of groups, or shape of the rewards; named with what would do.
+      UserError: another type or number of groups, or rewards, ids or stats of another shape or
+        type; named with what would do.
+
+    Returns:
+      The groups, their rewards and stats as float32.
     """
     name = type(source).__name__
     if not isinstance(groups, Groups):
@@ -145,14 +155,39 @@ def check_groups(groups: Any, request: DrawRequest, parts: int, source: Any) -> 
     n, (count, g) = len(tickets), groups.rollout.lengths.shape
     if count != n:
         raise UserError(f"{name}.draw returned {count} groups for the {n} entries of the request")
-    if np.shape(groups.rewards) != (n, g, parts):
+    rewards = _numbers(groups.rewards, f"{name}.draw returned rewards")
+    if rewards.shape != (n, g, parts):
         raise UserError(
-            f"{name}.draw returned rewards of shape {np.shape(groups.rewards)}; {n} groups of {g} "
+            f"{name}.draw returned rewards of shape {rewards.shape}; {n} groups of {g} "
             f"members with {parts} reward parts have ({n}, {g}, {parts})"
         )
     if "prompt" not in groups.ids:
         raise UserError(f"{name}.draw returned no ids['prompt'], [{n}] int32; add the rows")
-    return groups
+    whole = n, g, groups.rollout.tokens.shape[2]
+    for label, values in groups.ids.items():
+        shapes, x = [(n,)] if label == "prompt" else [(n,), (n, g), whole], np.asarray(values)
+        if x.shape not in shapes or x.dtype.kind not in "iu":
+            raise UserError(
+                f"{name}.draw returned ids[{label!r}] of shape {x.shape}, {x.dtype}; return int32"
+                f" of shape {' or '.join(map(str, shapes))}"
+            )
+    stats = {}
+    for label, x in (groups.stats or {}).items():
+        stats[label] = _numbers(x, f"{name}.draw returned stats[{label!r}]")
+        if stats[label].shape != whole:
+            raise UserError(
+                f"{name}.draw returned stats[{label!r}] of shape {stats[label].shape}; return"
+                f" float32 of shape {whole}, a number for each token"
+            )
+    return groups._replace(rewards=rewards, stats=stats or None)
+
+
+def _numbers(value: Any, text: str) -> np.ndarray:
+    """The values as float32; UserError if they are no numbers, which begins with ``text``."""
+    try:
+        return np.asarray(value, np.float32)
+    except (TypeError, ValueError):
+        raise UserError(f"{text} {value!r:.60}; return an array of numbers") from None
 
 
 def entries(request: DrawRequest) -> tuple[Any, Any]:
@@ -281,9 +316,9 @@ class Around:
         """As ``Source.draw``."""
         return self.source.draw(request)
 
-    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
+    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout, step: int = 0) -> Groups:
         """As ``Source.judge``."""
-        return self.source.judge(subject, prompts, rollout)
+        return self.source.judge(subject, prompts, rollout, step)
 
     def finish(self, complete: bool) -> None:
         """As ``Source.finish``."""
@@ -297,6 +332,22 @@ class Around:
 def innermost(source: Source) -> Source:
     """The source that wrappers stand around."""
     return innermost(source.source) if isinstance(source, Around) else source
+
+
+def resume_source(source: Source, notes: Mapping[str, Any]) -> None:
+    """Gives a source what its ``notes`` returned at the checkpoint that a run resumes from.
+
+    Raises:
+      UserError: it has no method ``resume``.
+    """
+    inner: Any = innermost(source)
+    if not hasattr(inner, "resume"):
+        name = type(inner).__name__
+        raise UserError(
+            f"the checkpoint has notes of {name}, which has no method resume to take them; write"
+            " def resume(self, notes), or let notes return {}"
+        )
+    inner.resume(notes)
 
 
 # ---------------------------------------------------------------- groups as values

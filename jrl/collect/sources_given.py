@@ -72,7 +72,7 @@ class JudgedSource(FromPrompts):
         chosen = [self.judged[i] for i in np.asarray(rows).tolist()]
         return judged_groups(chosen, self.sizes)
 
-    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
+    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout, step: int = 0) -> Groups:
         """Nothing judges other completions than those of the file.
 
         Raises:
@@ -144,7 +144,7 @@ class RecordedSource(FromPrompts):
             stats={"paid": rows.paid},
         )
 
-    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
+    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout, step: int = 0) -> Groups:
         """Nothing judges other completions than the recorded ones.
 
         Raises:

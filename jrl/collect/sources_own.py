@@ -189,4 +189,9 @@ def tried_source(run: Run) -> CheckedSource:
         raise UserError(
             f"{key}: {name}.notes returned {notes!r:.40}; return a dict, {{}} for no state"
         )
+    if notes and not hasattr(checked.source, "resume"):
+        raise UserError(
+            f"{key}: {name}.notes returned {notes!r:.40}, and there is no method that a resumed run"
+            " gives it to; write def resume(self, notes)"
+        )
     return checked

@@ -202,7 +202,7 @@ class TaskSource:
         parts = zip(np.asarray(rows).tolist(), problems.tokens, problems.length, strict=True)
         return problems, [Prompt(i, "", np.asarray(ids[:n], np.int32), "") for i, ids, n in parts]
 
-    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
+    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout, step: int = 0) -> Groups:
         """As ``Source.judge``, by the task's own judges."""
         n = len(prompts)
         some = np.arange(1 << (n - 1).bit_length()) % n  # few shapes, hence few programs
@@ -224,7 +224,7 @@ class TaskSource:
 class EnvSource(TaskSource):
     """Starts of episodes in an environment on the device; ``task`` is the environment."""
 
-    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
+    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout, step: int = 0) -> Groups:
         """Only the environment judges, while it plays.
 
         Raises:

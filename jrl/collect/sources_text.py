@@ -133,9 +133,9 @@ class TextSource(FromPrompts):
         points = np.zeros((*rollout.stop.shape, 0), np.float32)
         return Groups(rollout, points, chosen, counts, labels)
 
-    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
+    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout, step: int = 0) -> Groups:
         """Rewards of completions, all reward functions at once; see ``judging.host.judged``."""
-        return self._judge(prompts, rollout, 0)
+        return self._judge(prompts, rollout, step)
 
     def _judge(self, prompts: list[Prompt], rollout: Rollout, step: int) -> Groups:
         n, g, _ = rollout.tokens.shape

@@ -114,7 +114,8 @@ class TreeSearch(Around):
         plan = plan_of(self._search, group_of(request))
         subject, prompts = self.source.prompts(request.key, rows)
         estimate = None if self._estimate is None else partial(self._estimate, request.weights)
-        leaves = Leaves(self.source, self._weights, subject, prompts, self._sizes, estimate)
+        judge = partial(self.source.judge, step=int(request.step))
+        leaves = Leaves(judge, self._weights, subject, prompts, self._sizes, estimate)
         name = drawing(request)
         version = int(request.versions[name])
         with self._rows.loaded(request.key, request.weights[name], version) as key:
@@ -180,6 +181,14 @@ class TreeSearch(Around):
 class Leaves:
     """Scores the paths of a search: finished ones by rewards, the others by estimates.
 
+    Args:
+      judge: (subject, prompts, rollout) -> ``Groups`` of one leaf each, with rewards.
+      weights: [R] float, of the reward parts.
+      subject: the problems.
+      prompts: theirs.
+      sizes: (P, T), tokens.
+      estimate: of paths that have not ended; None for none.
+
     Attributes:
       points: leaf -> points [R] of its reward parts, and whether they are known.
       counts: of what judged the leaves, summed.
@@ -187,14 +196,14 @@ class Leaves:
 
     def __init__(
         self,
-        source: Source,
+        judge: Callable[..., Groups],
         weights: np.ndarray,
         subject: Any,
         prompts: list[Prompt],
         sizes: tuple[int, int],
         estimate: Callable[[np.ndarray, np.ndarray], Any] | None,
     ) -> None:
-        self._source, self._weights = source, weights
+        self._judge_rollout, self._weights = judge, weights
         self._subject, self._prompts = subject, prompts
         (self._width, self._limit), self._estimate = sizes, estimate
         self.points: dict[Episode, tuple[np.ndarray, bool]] = {}
@@ -231,7 +240,7 @@ class Leaves:
         if not isinstance(self._subject, list):
             about = jax.tree.map(lambda x: x[whose], self._subject)
         rollout = demonstration_rollout(*padded, tokens, lengths, complete, 1)
-        judged = self._source.judge(about, prompts, rollout)
+        judged = self._judge_rollout(about, prompts, rollout)
         self.counts = added_counts(self.counts, judged.counts)
         # A reward may fail for one leaf; it is then not backed up, and the search continues.
         judged_leaves, scores = counted(judged.rollout)[:, 0], {}
@@ -356,6 +365,7 @@ def undrawn_text(
         pool=pool,
         tokenizer=run.tokenizer,
         name=split,
+        steps=run.config.train.steps,
     )
     return judged_parts(run, source, pool, split)
 

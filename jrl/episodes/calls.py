@@ -196,7 +196,9 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
         if error is None:
             result.set_result(value)
         else:
-            result.set_exception(error if isinstance(error, Exception) else EnvError(_words(error)))
+            # A future takes no StopIteration, and SystemExit and the like would end the loop.
+            taken = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            result.set_exception(error if taken else EnvError(_words(error)))
 
     def work() -> None:
         value, failure = None, None

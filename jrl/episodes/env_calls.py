@@ -102,17 +102,20 @@ async def try_turn(
         state, _, _ = await call_init(env, chat, prompt, 0, longest)
     except FormError as error:
         return f"init: {error}"
-    problem = ""
+    failure: Exception | None = None
     try:
         state, _, _, _ = await call_step(env, chat, tokenizer, state, 0, tokens, False)
-    except FormError as error:
-        problem = f"step: {error}"
+    except Exception as error:
+        failure = error
     try:
         await run_either(env.close, state)
-    except Exception:
-        if not problem:  # which says more than that the environment does not close after it
-            raise
-    return problem
+    except Exception as error:
+        failure = failure or error  # the turn's says more than that its environment does not close
+    if isinstance(failure, FormError):
+        return f"step: {failure}"
+    if failure is not None:
+        raise failure
+    return ""
 
 
 def _labels(

@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import types
+from collections.abc import Mapping
 from typing import Any
 
 _DIES_WITH_PARENT = 1
@@ -54,7 +55,9 @@ def fields(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A value that JSON does not know, as one that it does: numbers and sequences."""
+    """A value that JSON does not know, as one that it does: mappings, numbers and sequences."""
+    if isinstance(value, Mapping):
+        return dict(value)
     if hasattr(value, "item"):
         return value.item()
     if hasattr(value, "tolist"):

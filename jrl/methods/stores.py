@@ -417,7 +417,8 @@ class HostStore:
         shapes = {}
         for safe, packed in notes["rows"].items():
             name, values = _name(safe), np.asarray(packed["values"])
-            sizes = np.asarray(packed["shapes"]).reshape(len(slots_used), -1)
+            # Of no rows there is nothing that -1 could be computed from.
+            sizes = np.asarray(packed["shapes"]).reshape(len(slots_used), -1 if slots_used else 0)
             counts = [int(np.prod(size)) for size in sizes]
             parts = np.split(values, np.cumsum(counts)[:-1])
             for slot, size, part in zip(slots_used, sizes, parts, strict=False):

@@ -308,6 +308,8 @@ COMBINATORS: dict[str, Callable[..., Any]] = {
 _ZOO = "jrl.zoo.rewards.combinators"
 PUBLISHED = {"cosine_shift": f"{_ZOO}:cosine_shift", "group_contrast": f"{_ZOO}:group_contrast"}
 """Combinators of one paper each, by name."""
+BY_GROUP = frozenset({"normalise", "rank", "group_contrast"})
+"""Combinators that compare the members of a group."""
 
 
 class Combined(NamedTuple):

@@ -109,6 +109,11 @@ class RewardPool:
         return any(_over(function) == "batch" for function in self.functions.values())
 
     @property
+    def by_group(self) -> list[str]:
+        """Names of the functions that must see all samples of a prompt together."""
+        return [name for name, f in self.functions.items() if _over(f) == "group"]
+
+    @property
     def by_token(self) -> bool:
         """Whether a function may give a number for each token."""
         return any(rules.by_token is not None for rules in self._rules.values())

@@ -160,14 +160,14 @@ class HostLoop:
             further = groups.counts | records.rewards_by(groups)
             record = records.after_step(done, state, metrics | further, cursor)
         self._progress.step(done, record)
+        if jax.process_count() > 1:
+            self._batches.wait()  # what all processes do together wants all devices idle
         for line in records.check(done, record):
             self._progress.note(f"warning: {line}")
         records.write_samples_if_due(done, groups, advantages)
         if not records.rolls_back:
             records.save_if_due(done, state)
         records.end_if_broken(state)
-        if jax.process_count() > 1:
-            self._batches.wait()  # what all processes do together wants all devices idle
         return stop_requested(self._stopping) or records.rolls_back
 
 

@@ -191,10 +191,11 @@ class RunRecords:
             check_base(self.config, state.frozen["base"], extra["base"])
         self._compiled = self._compiles.count
         notes: dict[str, Any] = {}
-        for name in ("carried", "packing", "collect"):
+        for name in ("carried", "packing", "collect", "source"):
             if name in extra:
                 notes[name] = extra.pop(name)
         unwritten = extra.pop("unwritten", {})
+        self._watch.resume(extra.pop("watch", {}))
         if (extra.get("best") or [])[2:] != [self.config.checkpoint.best]:
             extra["best"] = None  # by another metric
         self.position = Position(**extra)
@@ -333,11 +334,16 @@ class RunRecords:
         """Metrics of an evaluation; none if it fails or is given up.
 
         The step itself is whole, and saved before what was raised ends the run.
+
+        Raises:
+          Exception: what one of several processes raised; the others wait for it in vain.
         """
         try:
             with contextlib.suppress(KeyboardInterrupt, Overdue), self._stopping.interruptible():
                 return {f"eval/{name}": x for name, x in self.evaluate(state).items()}
         except Exception as error:
+            if not seen_by_all_processes(error):
+                raise
             self._fault = self._fault or error
         return {}
 
@@ -560,7 +566,7 @@ class RunRecords:
         if self._record.get("step") == int(state.step):
             self._note_best(self._record)
         saved = state if self.run.network.extras.split is None else without_base(state)
-        extra = self.position._asdict() | self.batch_notes()
+        extra = self.position._asdict() | self.batch_notes() | {"watch": self._watch.notes()}
         if unwritten := self._writer.unwritten:
             extra["unwritten"] = unwritten
         best = self.position.best

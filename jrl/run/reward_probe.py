@@ -12,6 +12,7 @@ from jrl.errors import UserError
 from jrl.judging.host import with_ends
 from jrl.rewards.base import Sample
 from jrl.rewards.columns import check_column, check_columns
+from jrl.rewards.combine import BY_GROUP
 from jrl.rewards.pool import RewardPool
 from jrl.setup.kind import Kind, RunData
 from jrl.setup.reward_parts import function_of, reward_tables
@@ -71,8 +72,10 @@ def probe_rewards(run: Run, pool: RewardPool) -> None:
     On a procedural task with one of its problems, and a correct completion as the answer.
 
     Raises:
-      UserError: one of them fails, or returns something else than numbers; see ``RewardPool``.
+      UserError: one of them fails, or returns something else than numbers; see ``RewardPool``. Or a
+        part compares members of a group whose members a search judges one by one.
     """
+    _check_searched(run, pool)
     names = [name for name in _own_rewards(run.config) if name in pool.functions]
     prompt = run.kind.first_prompt(run.data) if names else None
     if prompt is None:
@@ -84,6 +87,22 @@ def probe_rewards(run: Run, pool: RewardPool) -> None:
     if pool.by_token:
         sample = with_ends(sample, run.tokenizer)
     pool.probe(names, sample, run.config.sampling.group)
+
+
+def _check_searched(run: Run, pool: RewardPool) -> None:
+    """Raises UserError for parts over groups where a search needs the reward of each leaf."""
+    search = run.method.draw.search
+    if search is None or "episodes" in run.kind.features:  # whose groups are judged when complete
+        return
+    tables = reward_tables(run.config)
+    by_group = [name for name, table in tables.items() if table.combine in BY_GROUP]
+    by_group += [name for name in tables if name in pool.by_group or tables[name].over == "batch"]
+    if by_group:
+        raise UserError(
+            f"rewards.{by_group[0]} compares completions, and tree.by = {search.by!r} needs the"
+            " reward of each leaf before others are sampled; remove the part, or set tree.kind to"
+            " 'none'"
+        )
 
 
 def check_reward_columns(config: Config, kind: Kind, data: RunData) -> None:

@@ -21,6 +21,7 @@ from jrl.config.tree import SearchTree
 from jrl.episodes.host import HostEnv
 from jrl.errors import UserError
 from jrl.methods.base import Method, Schedule
+from jrl.methods.curriculum import unchanged
 from jrl.methods.edit import Stateless
 from jrl.methods.replays import is_by_prompt
 from jrl.models.config import ModelConfig
@@ -169,7 +170,8 @@ TABLE: tuple[Feature, ...] = (
         *("own source", "demonstrations, search, placement"),
         "a source of your own has neither solutions nor prompts of files",
     ),
-    _forbids("several groups", "dropped groups", "they belong together"),
+    _forbids("several groups", "dropped groups, stores", "they belong together"),
+    _forbids("several groups", "adaptive curriculum", "it learns from one group of each problem"),
     _forbids("episodes", "several processes", "episodes run in one process"),
     _needs("contexts", "shared rows", "contexts are trained as rows that share their prompt"),
     _forbids("contexts", "attention", "it is read over whole rows, which contexts divide"),
@@ -184,6 +186,7 @@ TABLE: tuple[Feature, ...] = (
 )
 
 WITHOUT: Mapping[str, str] = {
+    "adaptive curriculum": "choose another method",
     "8 bits": "set sampling.int8 and sampling.float8 to []",
     "attention": "choose another method",
     "branch rounds": "remove tree.rounds",
@@ -224,6 +227,7 @@ WITHOUT: Mapping[str, str] = {
     "guided search": "set tree.kind to 'none'",
     "search": "set tree.kind to 'none'",
     "step tokens": "remove tree.tokens and set data.turn_tokens",
+    "stores": "choose another method",
     "several players": "use an environment of one player",
     "several policies": "set objective.policies to 1",
     "several processes": "use one host",
@@ -397,6 +401,7 @@ def method_features(method: Method, named: str = "the method") -> Features:
     replays = any(is_by_prompt(edit) for edit in method.edits)
     stores = any(not isinstance(edit.init, Stateless) for edit in method.edits)
     chooses = curriculum is not None
+    adapts = curriculum is not None and curriculum.update is not unchanged
     uses = frozenset() if curriculum is None else curriculum.uses
     # A curriculum chooses from a pool, whose problems come again.
     replays = replays and not chooses
@@ -443,6 +448,7 @@ def method_features(method: Method, named: str = "the method") -> Features:
             ),
             "stores": (stores, f"{named}, which stores completions,"),
             "curriculum": (chooses, f"{named}, which chooses its problems,"),
+            "adaptive curriculum": (adapts, f"{named}, whose choice of problems adapts,"),
             "further draws": (method.plan.next is not None, f"{named}, which draws again,"),
             "replay": (replays, f"{named}, which keeps completions by prompt,"),
             "rationales": ("rationales" in method.needs, f"{named}, which reads rationales,"),

@@ -38,7 +38,7 @@ from jrl.system.signals import STEP_SECONDS, Stopping
 from jrl.system.wait_reports import waiting
 from jrl.train import programs
 from jrl.train.handover import AdapterHandover, Handover, HandoverError, Weights
-from jrl.types import Array, Batch, Params, Rollout, RoutingRecord
+from jrl.types import NOTHING, Array, Batch, Params, Rollout, RoutingRecord
 
 
 class BatchesAhead:
@@ -297,8 +297,8 @@ def draw_ahead(
 
 def stored(step_groups: StepGroups) -> dict[str, Any]:
     """Groups as numbers and NumPy arrays; ``restored`` reads them."""
-    groups, members = jax.device_get(
-        (step_groups.groups._replace(subject=None), step_groups.members)
+    groups, members, prior = jax.device_get(
+        (step_groups.groups._replace(subject=None), step_groups.members, dict(step_groups.prior))
     )
     subject = step_groups.groups.subject
     if isinstance(subject, list):  # prompts, which the data has
@@ -313,6 +313,7 @@ def stored(step_groups: StepGroups) -> dict[str, Any]:
         "ids": groups.ids,
         "stats": groups.stats,
         "members": members,
+        "prior": prior,
         "cursor": step_groups.cursor,
     }
 
@@ -338,4 +339,4 @@ def restored(notes: Mapping[str, Any], run: Run) -> StepGroups:
         ids=notes["ids"],
         stats=notes["stats"],
     )
-    return StepGroups(groups, notes["members"], notes["cursor"])
+    return StepGroups(groups, notes["members"], notes["cursor"], prior=notes.get("prior", NOTHING))

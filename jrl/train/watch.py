@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import collections
 import resource
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -95,6 +95,19 @@ class Watch:
             if limit.grows is not None or limit.falls is not None
         }
 
+    def notes(self) -> dict[str, Any]:
+        """The statistics for a checkpoint, JSON values."""
+        # Memory is compared with that of the same process.
+        past = {name: each.notes() for name, each in self._past.items() if name != MEMORY}
+        return {"broken": dict(self._broken), "past": past}
+
+    def resume(self, notes: Mapping[str, Any]) -> None:
+        """Continues with what ``notes`` returned; {} for none."""
+        self._broken.update(notes.get("broken", {}))
+        for name, past in notes.get("past", {}).items():
+            if name in self._past:  # the limits may be others now
+                self._past[name] = _Past(**past)
+
     @property
     def can_roll_back(self) -> bool:
         """Whether a limit says so."""
@@ -132,6 +145,8 @@ class Watch:
                 lines["warn" if limit.action == "skip" else limit.action][name] = line
                 if limit.action == "rollback":
                     since = min(since, step - limit.steps + 1)
+                if limit.action == "stop":
+                    self._broken[name] = 0  # a run that is resumed after it stops again
         back = [name for name, limit in self._limits.items() if limit.action == "rollback"]
         suspects = any(self._broken[name] for name in back)
         return Broken(**lines, since=since, suspects=suspects)
@@ -182,12 +197,24 @@ def skip_rule(
 
 
 class _Past:
-    """The reference value of a relative limit."""
+    """The reference value of a relative limit.
 
-    def __init__(self) -> None:
-        self._first: list[float] = []
-        self._last: collections.deque[float] = collections.deque(maxlen=_WINDOW)
-        self._best: float | None = None
+    Args:
+      first: values of the first steps, at most ``_WINDOW``.
+      last: those of the last steps, at most ``_WINDOW``.
+      best: the best mean of ``_WINDOW`` steps; None before there is one.
+    """
+
+    def __init__(
+        self, first: Sequence[float] = (), last: Sequence[float] = (), best: float | None = None
+    ) -> None:
+        self._first = list(first)
+        self._last = collections.deque(last, maxlen=_WINDOW)
+        self._best = best
+
+    def notes(self) -> dict[str, Any]:
+        """The arguments of one that continues as this one."""
+        return {"first": list(self._first), "last": list(self._last), "best": self._best}
 
     def fault(self, value: float | None, limit: WatchTable) -> str:
         """The violation of a value, if any; the value is remembered."""

@@ -258,8 +258,11 @@ def test_a_method_that_drops_groups_cannot_have_players_in_them(network):
 
     with pytest.raises(UserError, match="'nim', of 2 players, does .* keeps some groups and drops"):
         check(both, dapo)
+    with pytest.raises(UserError, match="2 players, does .* adapts: it learns from one group of"):
+        check(both, get_method("mopps"))
     check(both, grpo)
-    check(one, dapo)
+    for method in (dapo, get_method("mopps")):
+        check(one, method)
 
 
 def test_samples_are_transcripts_by_turn(groups):

@@ -207,6 +207,13 @@ def test_what_a_checkpoint_holds_is_what_is_stored():
         }
 
 
+def test_a_checkpoint_holds_a_store_that_has_accepted_nothing():
+    store, _ = recall(empty(), groups_of([5], [[0, 0, 0]]))
+    again = empty().unpacked(store.packed())
+    assert not again.rows
+    assert again.shapes == store.shapes != {}
+
+
 class Script:
     """Prompt 5 is solved at step 0 and never again."""
 
@@ -301,6 +308,8 @@ def test_what_does_not_go_together_with_a_replay_is_named(other):
     check_features(features)
     with pytest.raises(UserError, match="stores completions, does not go with X: "):
         check_features(features | {other: "X"})
+    with pytest.raises(UserError, match="which stores completions: they belong together; choose"):
+        check_features(features | {"several groups": "data.env"})
 
 
 def test_coefficients_reach_the_rule():

@@ -18,6 +18,7 @@ from jrl.train.batches import training_batches
 from jrl.types import Rollout, StopReason
 
 PARTS = {"a": 1.0, "b": 2.0}
+REQUEST = types.SimpleNamespace(step=0)
 FINE, HUGE = [1.0, 2.0], [3e38, 1e38]
 
 
@@ -99,6 +100,6 @@ class Scorer:
 def test_dropped_members_of_two_stages_are_counted_together():
     """A model's, which reads first, and those of a function."""
     before = FixedSource().draw(None)._replace(counts={"reward_dropped": 1.0, "length": 3.0})
-    after, points = function_stage(Scorer(), lambda groups: ())(before, {}, None)
+    after, points = function_stage(Scorer(), lambda groups: ())(before, {}, REQUEST)
     assert after.counts == {"reward_dropped": 3.0, "length": 3.0}
     assert list(points) == ["a", "b"]

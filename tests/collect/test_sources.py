@@ -54,7 +54,7 @@ class Vowels:
         said = [[self.tokenizer.decode(ids.tolist()) for ids in group] for group in rollout.tokens]
         points = [[[p.answer in text] for text in g] for p, g in zip(prompts, said)]
         ids = {"prompt": np.array([p.id for p in prompts], np.int32)}
-        return Groups(rollout, np.array(points, np.float32), prompts, {}, ids)
+        return Groups(rollout, np.array(points), prompts, {}, ids)
 
     def finish(self, complete):
         pass
@@ -65,6 +65,67 @@ class Vowels:
 
 def vowels(sampler, tokenizer):
     return Vowels(sampler, tokenizer)
+
+
+class Counts(Vowels):
+    """Counts its draws, and writes what it is resumed with."""
+
+    drawn = 0
+
+    def draw(self, request):
+        self.drawn += 1
+        return super().draw(request)
+
+    def notes(self):
+        return {"cursor": self.drawn, "each": np.arange(self.drawn)}
+
+    def resume(self, notes):
+        self.drawn = notes["cursor"]
+        with open(f"{__file__}.resumed", "w") as file:
+            print(self.drawn, notes["each"].tolist(), file=file)
+
+
+def counts(sampler, tokenizer):
+    return Counts(sampler, tokenizer)
+
+
+class Loses(Vowels):
+    def notes(self):
+        return {"drawn": 1}
+
+
+def loses(sampler, tokenizer):
+    return Loses(sampler, tokenizer)
+
+
+class Words(Vowels):
+    def judge(self, subject, prompts, rollout):
+        groups = super().judge(subject, prompts, rollout)
+        return groups._replace(rewards=[[["good"]] * 4] * 2)
+
+
+def words(sampler, tokenizer):
+    return Words(sampler, tokenizer)
+
+
+class Moods(Vowels):
+    def judge(self, subject, prompts, rollout):
+        groups = super().judge(subject, prompts, rollout)
+        return groups._replace(ids=groups.ids | {"mood": np.zeros((2, 4))})
+
+
+def moods(sampler, tokenizer):
+    return Moods(sampler, tokenizer)
+
+
+class Doubts(Vowels):
+    def judge(self, subject, prompts, rollout):
+        groups = super().judge(subject, prompts, rollout)
+        return groups._replace(stats={"doubt": np.zeros((2, 4))})
+
+
+def doubts(sampler, tokenizer):
+    return Doubts(sampler, tokenizer)
 
 
 class Partial(Vowels):
@@ -152,7 +213,7 @@ def test_a_source_of_ones_own_trains_and_is_evaluated(tmp_path, letters_model, m
     monkeypatch.setattr(running, "write_report", lambda directory: directory)
     lengths = f'{{function="{tmp_path}/own.py:lengths", weight=0.25}}'
     rewards = (f"rewards={{reward={{}}, lengths={lengths}}}", "reward_pool.workers=0")
-    config = settings(tmp_path, letters_model, "vowels", *rewards)
+    config = settings(tmp_path, letters_model, "counts", *rewards)
     summary = train(config, echo=lambda line: None)
     assert summary["eval_before"]["problems"] == 5
     records = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
@@ -166,6 +227,8 @@ def test_a_source_of_ones_own_trains_and_is_evaluated(tmp_path, letters_model, m
         points = [s["reward"] for s in trained if s["step"] == step]
         assert record["reward"] == pytest.approx(np.mean(points))
         assert record["logprob_diff"] < 1e-4
+    train(config, echo=lambda line: None)  # the end of the run, again
+    assert (tmp_path / "own.py.resumed").read_text() == "2 [0, 1]\n"
 
 
 @pytest.mark.parametrize(
@@ -180,6 +243,18 @@ def test_a_source_of_ones_own_trains_and_is_evaluated(tmp_path, letters_model, m
         ("texts", r"sampler\(request, prompts\) got \['which\?'.*; give 2 jrl.types.Prompt"),
         ("alone", r"Alone.prompts returned \[Prompt.* for 2 rows; return \(subjects, prompts\)"),
         ("forgets", r"Forgets.notes returned None; return a dict"),
+        ("loses", r"Loses.notes returned \{'drawn': 1\}, .*; write def resume\(self, notes\)"),
+        ("words", r"Words.draw returned rewards \[\[\['good'\].*; return an array of numbers"),
+        (
+            "moods",
+            r"Moods.draw returned ids\['mood'\] of shape \(2, 4\), float64; return int32 of"
+            r" shape \(2,\) or \(2, 4\) or \(2, 4, 6\)",
+        ),
+        (
+            "doubts",
+            r"Doubts.draw returned stats\['doubt'\] of shape \(2, 4\); return float32 of shape"
+            r" \(2, 4, 6\)",
+        ),
     ],
 )
 def test_what_a_source_lacks_is_named_before_anything_compiles(

@@ -73,9 +73,10 @@ def even_share(tokens):
 
 
 def problems(unjudged=lambda tokens: False):
-    judged_paths = []
+    judged_paths, steps = [], set()
 
-    def judge(about, prompts, rollout):
+    def judge(about, prompts, rollout, step):
+        steps.add(step)
         n, g, _ = rollout.tokens.shape
         paths = [rollout.tokens[i, j, : rollout.lengths[i, j]] for i in range(n) for j in range(g)]
         judged_paths.extend((p.id, tuple(x.tolist())) for p, x in zip(prompts, paths, strict=True))
@@ -86,7 +87,7 @@ def problems(unjudged=lambda tokens: False):
 
     chosen = lambda key, rows: ([PROMPTS[i] for i in rows],) * 2  # noqa: E731
     rest = {"notes": dict, "finish": lambda complete: None, "order": lambda tickets: tickets}
-    source = SimpleNamespace(prompts=chosen, judge=judge, **rest)
+    source = SimpleNamespace(prompts=chosen, judge=judge, steps=steps, **rest)
     return source, judged_paths
 
 
@@ -290,6 +291,7 @@ def test_a_leaf_that_nobody_could_judge_leaves_its_group():
             if live[i]
         ]
         assert sorted(trained) == sorted(expected)
+    assert source.source.steps == {5}
     for tree in source.trees:
         judged_leaves = [i for i in tree.leaves() if sum(len(s) for s in path_of(tree, i)) % 2 == 0]
         assert tree.nodes[0].visits == len(judged_leaves)
@@ -495,7 +497,8 @@ def test_a_run_on_text_searches_by_its_rewards(tmp_path, monkeypatch, letters_mo
     monkeypatch.setattr(running, "write_report", lambda directory: directory)
     (tmp_path / "own.py").write_text(
         "def vowels(samples):\n"
-        "    return [sum(c in 'aeiou' for c in s.completion) / 9 for s in samples]\n"
+        "    vowels = [sum(c in 'aeiou' for c in s.completion) / 9 for s in samples]\n"
+        "    return [v + s.step + s.steps for v, s in zip(vowels, samples, strict=True)]\n"
     )
     rows = [{"question": f"how many {x}?", "answer": "a"} for x in ("eels", "cows", "whales")]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -516,7 +519,7 @@ def test_a_run_on_text_searches_by_its_rewards(tmp_path, monkeypatch, letters_mo
     assert {len(s["nodes"]) for s in samples} - {1}
     for s in samples:
         vowels = sum(c in "aeiou" for c in s["completion"]) / 9
-        assert s["reward"] == pytest.approx(vowels)
+        assert s["reward"] == pytest.approx(vowels + (s["step"] - 1) + 2)
 
 
 # ---------------------------------------------------------------- what is refused
@@ -559,6 +562,32 @@ def test_a_search_on_a_task_goes_by_the_tasks_own_rewards(tmp_path):
     run = (f"rewards={{{reward}={{}}}}", f"run.dir={json.dumps(str(tmp_path / 'run'))}")
     with pytest.raises(UserError, match="a search on a task uses verify and partial"):
         train(load_config(None, [*TASK, "method=deepsearch", *run]), echo=lambda line: None)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "x={function='own.py:one', over='group'}",
+        "x={function='own.py:one', over='batch'}",
+        "x={combine='rank', of=['math']}",
+    ],
+)
+def test_a_search_has_no_parts_that_compare_completions(part, tmp_path, letters_model):
+    (tmp_path / "own.py").write_text("def one(samples):\n    return [1.0 for _ in samples]\n")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "2"}) + "\n")
+    config = load_config(
+        None,
+        [
+            *(f"model.path={json.dumps(str(letters_model))}", "method=deepsearch"),
+            *(f"data.train={json.dumps(str(tmp_path / 'rows.jsonl'))}", "data.template=plain"),
+            f"rewards={{math={{}}, {part.replace('own.py', f'{tmp_path}/own.py')}}}",
+            *(f"run.dir={json.dumps(str(tmp_path / 'run'))}", "reward_pool.workers=0"),
+            "sampling.max_new_tokens=9",
+        ],
+    )
+    with pytest.raises(UserError, match="rewards.x compares completions, and tree.by = 'frontier'"):
+        train(config, echo=lambda line: None)
     assert not (tmp_path / "run").exists()
 
 

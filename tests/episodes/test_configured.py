@@ -10,7 +10,7 @@ from jrl.episodes.calls import run_either
 from jrl.episodes.chat import PlainFormat
 from jrl.episodes.configured import _RENAMED, HOST_ENVS, configured_env
 from jrl.episodes.env_calls import call_init
-from jrl.episodes.host import EnvError, HostEnv, Limits, Reply
+from jrl.episodes.host import EnvError, HostEnv, Limits, Reply, check_feedback
 from jrl.errors import UserError
 from jrl.models.tokenizer import char_tokenizer
 from jrl.types import Prompt
@@ -100,6 +100,8 @@ def test_episodes_in_processes_of_their_own(module):
     assert (word, int(number) == os.getpid()) == ("you", False)
     assert feedback["reward"] == [1.0, 0.5]
     assert feedback["messages"][0]["content"] == "cpu"
+    checked = check_feedback(feedback, env.limits, len(env.parts))
+    assert (checked.reward, checked.metrics, checked.labels) == ((1.0, 0.5), {}, {})
 
 
 @pytest.mark.parametrize(("opening", "message"), [("word", "4 tokens"), (7, "not text")])

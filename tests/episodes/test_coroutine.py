@@ -358,6 +358,12 @@ def test_an_event_loop_that_is_given_up_takes_no_waiting_episode_with_it():
     assert feedback.success
 
 
+def test_an_iterator_that_is_exhausted_ends_its_call():
+    with Calls() as calls:
+        calls.submit(0, lambda: next(iter(())), seconds=60.0)
+        assert calls.inbox.get(timeout=10).error.startswith("StopIteration")
+
+
 # ---------------------------------------------------------------- the same engine
 
 TOKENIZER = char_tokenizer()

@@ -16,6 +16,7 @@ from jrl.models.tokenizer import CharTokenizer
 from jrl.setup.reward_parts import accuracy_part, parts_by_token, parts_of
 from jrl.types import Prompt, StopReason
 
+REQUEST = types.SimpleNamespace(step=0, weights={})
 END, LEFT, FAILED, ABSENT = (
     *(StopReason.STOP_TOKEN, StopReason.ABORTED),
     *(StopReason.FAILED, StopReason.ABSENT),
@@ -168,7 +169,7 @@ def test_wrong_steps_are_paid_at_tokens():
         prompts = [Prompt(0, "why?", np.zeros(1), "x")]
         points, _, counts, paid = judges(Texts(prompts, rollout, tokenizer), {}, 0)
         groups = Groups(rollout, None, prompts, {}, {}, {"paid": np.ones((1, 4, 9), np.float32)})
-        groups, _ = judge_stage(judges, lambda groups: groups.subject)(groups, {}, None)
+        groups, _ = judge_stage(judges, lambda groups: groups.subject)(groups, {}, REQUEST)
         alone = judges._replace(givers={"good": judges.givers["good"]})
         assert alone(Texts(prompts, rollout, tokenizer), {}, 0)[3] is None
     np.testing.assert_array_equal(points["step"], [[-1, 0, -1, np.nan]])

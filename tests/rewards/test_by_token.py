@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import types
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from jrl.types import Prompt, Rollout, StopReason
 
 JUDGES = pathlib.Path(__file__).parent / "judges.py"
 WORDS = char_tokenizer()
+REQUEST = types.SimpleNamespace(step=0)
 
 
 def pool_of(function, workers=0, **rules):
@@ -85,12 +87,12 @@ def test_of_an_episode_the_policy_s_tokens_are_paid_beside_the_environment_s_poi
     groups = Groups(rollout, np.zeros((1, 1, 0)), [PROMPT], {}, ids, {"paid": paid}, spoken)
     with pool_of("digits_by_token") as pool:
         stage = function_stage(HostScorer(pool, WORDS), lambda groups: groups.subject)
-        groups, points = stage(groups, {}, None)
+        groups, points = stage(groups, {}, REQUEST)
     assert points["part"].tolist() == [[4.0]]
     assert groups.stats["paid"][0, 0].tolist() == [0.5, 3.5, 0.0, 0.5, 0.5, 0.0]
     with pool_of("last_piece") as pool:  # pieces of the last turn's text, at its tokens
         stage = function_stage(HostScorer(pool, WORDS), lambda groups: groups.subject)
-        groups, _ = stage(groups._replace(stats=None), {}, None)
+        groups, _ = stage(groups._replace(stats=None), {}, REQUEST)
     assert groups.stats["paid"][0, 0].tolist() == [0.0, 0.0, 0.0, 0.5, 0.0, 0.0]
 
 

@@ -326,7 +326,8 @@ def test_tokens_older_than_agreed_are_refused():
 def test_groups_of_text_survive_a_checkpoint(tmp_path):
     prompts = [Prompt(i, f"q{i}", np.arange(3), "5") for i in (4, 9)]
     groups = groups_of(2)._replace(subject=prompts[1:], counts={"reward_errors": 1.0})
-    step_groups = StepGroups(groups, np.array([False]), 12)
+    prior = {"rate": np.array([0.25], np.float32)}
+    step_groups = StepGroups(groups, np.array([False]), 12, prior=prior)
     with Checkpoints(tmp_path, 1) as checkpoints:
         extra = {"cursor": 3, "carried": [stored(step_groups)]}
         checkpoints.save(1, {"w": np.zeros(2)}, extra=extra)
@@ -341,7 +342,8 @@ def test_groups_of_text_survive_a_checkpoint(tmp_path):
         groups.counts,
     )
     old, new = (
-        (d.groups.rollout, d.groups.rewards, d.groups.ids, d.members) for d in (step_groups, back)
+        (d.groups.rollout, d.groups.rewards, d.groups.ids, d.members, dict(d.prior))
+        for d in (step_groups, back)
     )
     jax.tree.map(np.testing.assert_array_equal, old, new)
     assert [x.dtype for x in jax.tree.leaves(old)] == [x.dtype for x in jax.tree.leaves(new)]

@@ -1,6 +1,7 @@
 """Broken runs, disks and directories: nothing bad is saved as good, and what was good is kept."""
 
 import collections
+import contextlib
 import errno
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import shutil
 import signal
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -133,6 +135,57 @@ def test_a_limit_of_ones_own_saves_and_stops(tmp_path, mode, monkeypatch):
     assert saved(run) == [at]
     assert steps_logged(run) == list(range(1, at + 1))
     assert go(run, 'watch.entropy={below=1e9, action="warn"}', *more)["steps"] == 9
+
+
+def test_a_limit_counts_the_steps_before_a_resumption(tmp_path):
+    run, limit = tmp_path / "run", "watch.loss={above=-1e9, steps=3, action='stop'}"
+    go(run, limit, "train.steps=2")
+    with pytest.raises(RunStopped, match="step 3: loss = .* for 3 steps in a row"):
+        go(run, limit, "train.steps=4")
+
+
+def test_an_error_that_one_process_alone_has_seen_is_not_kept_for_later(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+
+    def evaluated(error):
+        def evaluate(state):
+            raise error
+
+        stopping = SimpleNamespace(interruptible=contextlib.nullcontext)
+        records = SimpleNamespace(_stopping=stopping, evaluate=evaluate, _fault=None)
+        assert RunRecords._evaluated(records, None) == {}
+        return records._fault
+
+    with pytest.raises(OSError, match="no space"):  # the others wait in what they do together
+        evaluated(OSError("no space"))
+    assert str(evaluated(UserError("a reward failed"))) == "a reward failed"
+
+
+def test_processes_compare_limits_when_no_device_samples(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(loops, "stop_requested", lambda stopping: False)
+    calls = []
+
+    def check(done, record):
+        calls.append("check")
+        return []
+
+    nothing = dict.fromkeys(
+        ("note_failure", "write_samples_if_due", "save_if_due", "end_if_broken"), lambda *args: None
+    )
+    records = SimpleNamespace(
+        check=check,
+        rewards_by=lambda groups: {},
+        after_step=lambda *args: {},
+        rolls_back=False,
+        **nothing,
+    )
+    batches = SimpleNamespace(learn=lambda *args: None, wait=lambda: calls.append("wait"))
+    progress = SimpleNamespace(step=lambda *args: None)
+    groups = SimpleNamespace(failure=None, counts={})
+    loop = loops.HostLoop(records, None, batches, progress, None)
+    assert loop.after_step(1, None, {}, groups, 4) is False
+    assert calls == ["wait", "check"]
 
 
 @pytest.mark.slow

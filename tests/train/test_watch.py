@@ -113,6 +113,41 @@ def test_relative_limits_compare_with_the_first_and_the_best_steps():
     assert "below its best, 1" in watch(32, SOUND | {"reward": 0.4}).warn["reward"]
 
 
+def test_a_resumed_watch_acts_as_one_that_never_stopped():
+    limits = {
+        "length": WatchTable(grows=2, steps=3),
+        "reward": WatchTable(falls=0.5, steps=2),
+        "ratio": WatchTable(above=2, steps=4),
+        "entropy": WatchTable(below=0.1, steps=2, action="rollback"),
+    }
+
+    def record(step):
+        late = {"length": 90.0, "reward": -3.0, "ratio": 3.0, "entropy": 0.0}
+        return SOUND | {"length": 10.0 + step, "reward": step / 9} | (late if step > 12 else {})
+
+    whole = Watch(limits)
+    for stopped in range(18):
+        again = Watch(limits)
+        again.resume(json.loads(json.dumps(whole.notes())))
+        rest = [again(step, record(step)) for step in range(stopped, 18)]
+        same = Watch(limits)
+        verdicts = [same(step, record(step)) for step in range(18)]
+        assert rest == verdicts[stopped:]
+        whole(stopped, record(stopped))
+    assert {name for verdict in verdicts for name in verdict.warn} == {"length", "reward", "ratio"}
+    Watch({}).resume({})
+    Watch({"reward": WatchTable(above=9)}).resume(whole.notes())  # the limits are others
+
+
+def test_a_run_that_is_resumed_after_a_stop_has_its_steps_again():
+    limits = {"ratio": WatchTable(above=2, steps=2, action="stop")}
+    watch, beyond = Watch(limits), SOUND | {"ratio": 3.0}
+    assert [list(watch(step, beyond).stop) for step in (1, 2)] == [[], ["ratio"]]
+    again = Watch(limits)
+    again.resume(watch.notes())
+    assert [list(again(step, beyond).stop) for step in (3, 4)] == [[], ["ratio"]]
+
+
 def test_a_number_that_is_not_finite_breaks_every_limit():
     watch = Watch({"ratio": WatchTable(above=2, action="stop")})
     assert watch(1, SOUND | {"ratio": None}).stop == {"ratio": "step 1: ratio = NaN, not finite"}
