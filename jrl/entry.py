@@ -8,12 +8,13 @@ import importlib.util
 import inspect
 import json
 import pickle
-import sys
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jrl.config import Config, build_config, dump, load_config
+from jrl.config import Config, build_config
+from jrl.config.read import read_toml
+from jrl.config.tables import reward_tables
 from jrl.data.tasks import Task
 from jrl.errors import UserError
 from jrl.methods.base import Method
@@ -152,9 +153,9 @@ def fit(
     _set_data(tree, rows, eval_rows, task, values)
     _set_env(tree, env, values)
     _set_rewards(tree, reward, values)
-    if dir is not None or not tree.get("run", {}).get("dir"):
-        chosen = str(dir) if dir is not None else str(fresh_dir("fit"))
-        tree.setdefault("run", {})["dir"] = chosen
+    run_table = _table(tree, "run")
+    if dir is not None or not run_table.get("dir"):
+        run_table["dir"] = str(dir) if dir is not None else str(fresh_dir("fit"))
     checked = build_config(tree)
     directory = Path(checked.run.dir or "")
     try:
@@ -181,13 +182,15 @@ def fit(
 
 
 def _tree(config: Config | str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
-    """The keys of a configuration as nested dicts, its own to change."""
-    import tomllib
+    """The keys that a configuration sets as nested dicts, its own to change.
 
+    Without defaults, which would be taken for keys that somebody has set; and with secrets, which
+    the run needs.
+    """
     if isinstance(config, Config):
-        return tomllib.loads(dump(config))
+        return config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     if isinstance(config, str | Path):
-        return tomllib.loads(dump(load_config(config)))
+        return read_toml(Path(config))
     tree: dict[str, Any] = {}
     _set(tree, config or {})
     return tree
@@ -213,10 +216,18 @@ def _merge(tree: dict[str, Any], name: str, value: Any) -> None:
         tree[name] = copy.deepcopy(dict(value)) if isinstance(value, Mapping) else value
 
 
+def _table(tree: dict[str, Any], name: str) -> dict[str, Any]:
+    """A table, made where there is none."""
+    table = tree.setdefault(name, {})
+    if not isinstance(table, dict):
+        raise UserError(f"{name} = {table!r:.60}; {name} is a table")
+    return table
+
+
 def _set_model(tree: dict[str, Any], model: Any, values: dict[str, Any]) -> None:
     if model is None:
         return
-    table = tree.setdefault("model", {})
+    table = _table(tree, "model")
     if isinstance(model, Mapping):
         table["config"] = dict(model)
     elif isinstance(model, str | Path):
@@ -264,11 +275,12 @@ def _set_method(tree: dict[str, Any], method: Any, values: dict[str, Any]) -> No
 
 
 def _set_env(tree: dict[str, Any], env: Any, values: dict[str, Any]) -> None:
+    table = _table(tree, "data")
     if isinstance(env, str):
-        tree["data"]["env"] = env
+        table["env"] = env
     elif callable(env):
         values["env"] = env
-        tree["data"]["env"] = f"{PYTHON_PREFIX}env"
+        table["env"] = f"{PYTHON_PREFIX}env"
     elif env is not None:
         raise UserError(
             f"env = {env!r:.60}; give the name of an environment, or a function that makes one"
@@ -278,7 +290,7 @@ def _set_env(tree: dict[str, Any], env: Any, values: dict[str, Any]) -> None:
 def _set_data(
     tree: dict[str, Any], rows: Any, eval_rows: Any, task: Any, values: dict[str, Any]
 ) -> None:
-    table = tree.setdefault("data", {})
+    table = _table(tree, "data")
     for key, name, given_rows in (("train", "rows", rows), ("eval", "eval_rows", eval_rows)):
         if isinstance(given_rows, str | Mapping):
             table[key] = given_rows
@@ -310,7 +322,8 @@ def _set_rewards(tree: dict[str, Any], reward: Any, values: dict[str, Any]) -> N
     if reward is None:
         return
     named = reward if isinstance(reward, Mapping) else {None: reward}
-    table = tree.setdefault("rewards", {})
+    tree["rewards"] = reward_tables(tree.get("rewards", {}))
+    table = _table(tree, "rewards")
     for name, part in named.items():
         if isinstance(part, str):
             table.setdefault(part, {})
@@ -319,7 +332,7 @@ def _set_rewards(tree: dict[str, Any], reward: Any, values: dict[str, Any]) -> N
             values[label] = part
             table.setdefault(f"{PYTHON_PREFIX}{label}", {})
             if not _is_of_a_module(part):
-                tree.setdefault("reward_pool", {}).setdefault("workers", 0)
+                _table(tree, "reward_pool").setdefault("workers", 0)
         elif name is not None and isinstance(part, int | float):
             table.setdefault(name, {})["weight"] = part
         else:
@@ -330,17 +343,14 @@ def _is_of_a_module(function: Callable[..., Any]) -> bool:
     """Whether a worker process can import a function by its name.
 
     One of a script or notebook it cannot. Nor does an object with a state of its own go, of which
-    the worker would change a copy. And where the running script has no ``if __name__ ==
-    "__main__":``, each worker would run it again.
+    the worker would change a copy.
     """
     module = getattr(function, "__module__", None)
     if not inspect.isfunction(function) or module in (None, "__main__", "__mp_main__"):
         return False
-    script = getattr(sys.modules["__main__"], "__file__", None)
     try:
-        guarded = script is None or "__main__" in Path(script).read_text(encoding="utf-8")
         module_spec = importlib.util.find_spec(str(module))
-        return guarded and module_spec is not None and bool(pickle.dumps(function))
+        return module_spec is not None and bool(pickle.dumps(function))
     except Exception:  # whatever a module's own finder, or pickling, raises
         return False
 

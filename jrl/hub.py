@@ -6,11 +6,13 @@
 
 A directory or file of that name comes first. What is in the cache (HF_HUB_CACHE) is used without a
 network where HF_HUB_OFFLINE=1, where the Hub cannot be reached, and where the revision is a commit.
+Of a data set only the files of the split that is asked for are fetched.
 """
 
 from __future__ import annotations
 
 import difflib
+import errno
 import functools
 import os
 import re
@@ -39,7 +41,11 @@ MODEL_FILES = (
     *("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"),
     "additional_chat_templates/*",
 )
-_NOT_OURS = ["original/*", "onnx/*", "openvino/*", "*.bin", "*.pth", "*.gguf"]
+_NOT_OURS = (
+    *("original/*", "onnx/*", "openvino/*", "*.bin", "*.pth", "*.gguf"),
+    "consolidated*.safetensors",
+)
+"""Files of a model that are not read, such as its weights in another form once more."""
 
 Kind = Literal["model", "dataset"]
 
@@ -154,7 +160,6 @@ def data_files(name: HubName, key: str) -> list[Path]:
       UserError: no such data set, configuration or split (those there are named), or none of its
         files has a form that is read.
     """
-    patterns = [*(f"*{suffix}" for suffix in DATA_SUFFIXES), "README.md"]
     listing = _listed(name)
     if listing is not None:
         commit, names = listing
@@ -162,7 +167,7 @@ def data_files(name: HubName, key: str) -> list[Path]:
         card = _fetched(name, "dataset", key, ("README.md",)) if "README.md" in names else None
         selected = chosen_files(names, _card(card), name, key)
         return [_fetched(name, "dataset", key, tuple(selected)) / file for file in selected]
-    directory = _fetched(name, "dataset", key, tuple(patterns))
+    directory = _fetched(name, "dataset", key, ("README.md",))
     names = [path.relative_to(directory).as_posix() for path in directory.rglob("*")]
     return [directory / file for file in chosen_files(names, _card(directory), name, key)]
 
@@ -339,23 +344,34 @@ def _card(directory: Path | None) -> dict[str, Any]:
 # ---------------------------------------------------------------- the Hub and its cache
 
 
-def _listed(name: HubName) -> tuple[str, list[str]] | None:
-    """The commit of a data set and its files; None where the Hub is not or cannot be asked."""
-    if offline() or (name.pinned and _cached(name, "dataset") is not None):
-        return None
+def _listed(name: HubName) -> tuple[str | None, list[str]] | None:
+    """The revision of a data set and all its files; None where neither Hub nor cache tells."""
+    kept = _listed_in_cache(name)
+    if offline() or (name.pinned and kept is not None):
+        return kept
     from huggingface_hub import HfApi
 
     try:
         info = HfApi().dataset_info(name.repo, revision=name.revision)
     except Exception:  # whatever is wrong, the cache is asked next and says what
-        return None
+        return kept
     return str(info.sha), [str(file.rfilename) for file in info.siblings or ()]
 
 
-def _cached(name: HubName, kind: Kind) -> Path | None:
-    folder = cache_directory() / f"{kind}s--{name.repo.replace('/', '--')}" / "snapshots"
-    path = folder / (name.revision or "")
-    return path if name.revision and path.is_dir() else None
+def _listed_in_cache(name: HubName) -> tuple[str | None, list[str]] | None:
+    """The listing that newer versions of huggingface_hub keep beside what they fetch."""
+    import huggingface_hub
+
+    cached_tree = getattr(huggingface_hub, "get_cached_repo_tree", None)
+    if cached_tree is None:
+        return None
+    try:
+        files = cached_tree(
+            name.repo, repo_type="dataset", revision=name.revision, cache_dir=cache_directory()
+        )
+    except Exception:  # of another version, or none is kept
+        return None
+    return name.revision, [str(file.path) for file in files]
 
 
 @functools.lru_cache(maxsize=64)
@@ -369,7 +385,7 @@ def _snapshot(name: HubName, kind: Kind, patterns: tuple[str, ...], cache: str, 
             revision=name.revision,
             cache_dir=cache,
             allow_patterns=list(patterns),
-            ignore_patterns=_NOT_OURS,
+            ignore_patterns=list(_NOT_OURS) if kind == "model" else None,
             local_files_only=local,
         )
     )
@@ -381,7 +397,7 @@ def _fetched(name: HubName, kind: Kind, key: str, patterns: tuple[str, ...]) -> 
 
     requested = name
     name, cache = name._replace(config=None, split=None), str(cache_directory())
-    why = "HF_HUB_OFFLINE is set, so the Hub was not asked"
+    why, unwritable = "HF_HUB_OFFLINE is set, so the Hub was not asked", None
     if not offline():
         try:
             return Path(_snapshot(name, kind, patterns, cache, False))
@@ -395,10 +411,29 @@ def _fetched(name: HubName, kind: Kind, key: str, patterns: tuple[str, ...]) -> 
             why = "the Hub has none of that name (or it is private: log in with `hf auth login`)"
         except Exception as error:
             why = f"the Hub could not be reached ({type(error.__cause__ or error).__name__})"
+            unwritable = _of_disk(error)
     try:
         return Path(_snapshot(name, kind, patterns, cache, True))
     except Exception:
+        if unwritable is not None:
+            raise UserError(
+                f"{key} = {str(requested)!r}: the cache {cache} cannot be written:"
+                f" {unwritable.strerror}; set HF_HUB_CACHE to a directory with room"
+            ) from None
         raise _not_found(requested, kind, key, why) from None
+
+
+def _of_disk(error: BaseException | None) -> OSError | None:
+    """The error of a disk that is full or may not be written, in an error or what caused it."""
+    while error is not None:
+        if isinstance(error, OSError) and (
+            error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+            # Those of a connection name no file.
+            or (error.errno in (errno.EACCES, errno.EPERM) and error.filename is not None)
+        ):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _not_found(name: HubName, kind: Kind, key: str, why: str) -> UserError:

@@ -4,19 +4,19 @@ import json
 import math
 import pathlib
 import pickle
-import sys
 import types
 from functools import partial
 
 import numpy as np
 import pytest
+import tomli_w
 from hub_mirror import COMMITS, add, checkpoint, lines
 from typer.testing import CliRunner
 
 import jrl
 from jrl import entry
 from jrl.cli.app import app
-from jrl.config import load_config
+from jrl.config import build_config, load_config
 from jrl.data.tasks import get_task
 from jrl.episodes import get_env
 from jrl.errors import UserError
@@ -277,7 +277,7 @@ def test_train_is_called_with_a_configuration(monkeypatch):
     assert build.__name__ == "jrl.train.build"  # it is a package all the same
 
 
-def test_functions_of_modules_run_in_processes_and_those_of_scripts_here(monkeypatch, tmp_path):
+def test_functions_of_modules_run_in_processes_and_those_of_scripts_here(monkeypatch):
     def inner(samples):
         return [0.0]
 
@@ -289,17 +289,54 @@ def test_functions_of_modules_run_in_processes_and_those_of_scripts_here(monkeyp
     assert workers(digits, reward_pool={"workers": 1}) == 1
     for here in (inner, lambda samples: [0.0], math.gcd, types.SimpleNamespace().__class__):
         assert workers(here) == 0
-    script = tmp_path / "script.py"
-    script.write_text("import jrl\njrl.fit()\n")
-    main = types.SimpleNamespace(__file__=str(script))
-    monkeypatch.setitem(sys.modules, "__main__", main)
-    assert workers(digits) == 0  # each worker would run the script again
-    script.write_text("if __name__ == '__main__':\n    main()\n")
-    assert workers(digits) is None
-    del main.__file__  # a notebook
-    assert workers(digits) is None
     monkeypatch.setattr(digits, "__module__", "__main__")
     assert workers(digits) == 0
+
+
+CHOSEN = {
+    "train": {"steps": 3},
+    "run": {"dir": "~/a"},
+    "lora": {"rank": 2, "targets": ["q", "v"]},
+    "data": {"template": "plain", "train": {"rows.csv": 1.0}},
+    "rewards": {"own.py:f": {"weight": 2.0, "key": "sk-1234567890abcdefgh"}},
+    "objective": {"clip": 0.5},
+}
+
+
+def test_a_file_and_a_configuration_say_what_they_set_and_no_more(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", "/home/me")
+    (tmp_path / "x.toml").write_text(tomli_w.dumps(CHOSEN))
+    assert entry._tree("x.toml") == CHOSEN
+    config = load_config("x.toml")
+    expanded = {**CHOSEN, "run": {"dir": "/home/me/a"}}
+    assert entry._tree(config) == expanded
+    assert build_config(entry._tree(config)) == config
+    tree = entry._tree(config)
+    entry._set_rewards(tree, lambda samples: [0.0], {})
+    assert tree["reward_pool"] == {"workers": 0}
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_a_file_of_steps_goes_with_a_task(as_file, monkeypatch, tmp_path):
+    (tmp_path / "steps.toml").write_text("rewards = 'verify'\n[train]\nsteps = 3\n")
+    config = "steps.toml" if as_file else load_config("steps.toml")
+    runs = []
+
+    def stopped(config, **_):
+        runs.append(config)
+        raise UserError("stopped")
+
+    monkeypatch.setattr(running, "run_config", stopped)
+    with pytest.raises(UserError, match="stopped"):
+        jrl.fit(task="sorting", reward={"partial": 0.5}, config=config)
+    (run,) = runs
+    assert (run.data.name, run.train.steps) == ("sorting", 3)
+    assert set(run.rewards) == {"verify", "partial"}
+    (tmp_path / "steps.toml").write_text("rewards = 3\nmodel = 4\n")
+    with pytest.raises(UserError, match="rewards = 3; rewards is a table"):
+        jrl.fit(task="sorting", reward="verify", config="steps.toml")
+    with pytest.raises(UserError, match="model = 4; model is a table"):
+        jrl.fit(task="sorting", model="org/x", config="steps.toml")
 
 
 @pytest.mark.parametrize("function", [digits, in_trl_form])

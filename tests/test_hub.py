@@ -1,5 +1,6 @@
 """Names of the Hugging Face Hub, against a cache that lies on disk as huggingface_hub writes it."""
 
+import errno
 import types
 
 import pytest
@@ -208,8 +209,10 @@ def online(cache, monkeypatch):
     monkeypatch.delenv("HF_HUB_OFFLINE")
     hub._snapshot.cache_clear()
     real, requests, answers = huggingface_hub.snapshot_download, [], {}
+    ignored = {}
 
     def snapshot_download(repo, *, local_files_only, **about):
+        ignored[about["repo_type"]] = about["ignore_patterns"]
         if not local_files_only:
             requests.append((repo, about["revision"], about["allow_patterns"]))
             if "error" in answers:
@@ -225,7 +228,7 @@ def online(cache, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
-    return types.SimpleNamespace(asked=requests, answers=answers)
+    return types.SimpleNamespace(asked=requests, answers=answers, ignored=ignored)
 
 
 def test_a_hub_that_cannot_be_reached_leaves_the_cache(cache, online):
@@ -234,6 +237,77 @@ def test_a_hub_that_cannot_be_reached_leaves_the_cache(cache, online):
     assert model_directory("org/model") == path
     with pytest.raises(UserError, match=r"the Hub could not be reached \(ConnectionError\)"):
         model_directory("org/other")
+
+
+DISK = {
+    "full": OSError(errno.ENOSPC, "No space left on device"),
+    "read-only": OSError(errno.EROFS, "Read-only file system", "/cache"),
+    "of another": PermissionError(errno.EACCES, "Permission denied", "/cache"),
+}
+
+
+@pytest.mark.parametrize("name", DISK)
+def test_a_cache_that_cannot_be_written_is_no_hub_that_cannot_be_reached(name, cache, online):
+    wrapped = RuntimeError("while downloading")
+    wrapped.__cause__ = DISK[name]
+    for error in (DISK[name], wrapped):
+        online.answers["error"] = error
+        with pytest.raises(UserError) as caught:
+            model_directory("org/other")
+        problem = f"the cache {cache} cannot be written: {DISK[name].strerror}"
+        remedy = "set HF_HUB_CACHE to a directory with room"
+        assert str(caught.value) == f"model.path = 'org/other': {problem}; {remedy}"
+    path = add(cache, "org/other", "model", {"config.json": "{}"})
+    assert model_directory("org/other") == path  # nothing has to be written
+    online.answers["error"] = PermissionError(errno.EACCES, "Permission denied")  # of a connection
+    with pytest.raises(UserError, match="the Hub could not be reached"):
+        model_directory("org/none")
+
+
+def test_files_of_other_forms_are_left_out_of_models_and_not_of_data_sets(cache, online):
+    add(cache, "o/m", "model", {"config.json": "{}"})
+    add(cache, "o/d", "dataset", {"original/train.jsonl": lines(ROWS)})
+    online.answers["files"] = ["original/train.jsonl"]
+    model_directory("o/m")
+    assert len(open_dataset("o/d")) == len(ROWS)
+    assert {"original/*", "consolidated*.safetensors"} <= set(online.ignored["model"])
+    assert online.ignored["dataset"] is None
+
+
+def listing(cache, repo, names):
+    """Writes the listing that huggingface_hub keeps of a commit."""
+    tree_cache = pytest.importorskip("huggingface_hub._tree_cache")
+    entry = tree_cache.TreeCacheEntry(
+        size=1, blob_id="0", lfs_sha256=None, lfs_size=None, xet_hash=None
+    )
+    folder = cache / f"datasets--{repo.replace('/', '--')}"
+    tree_cache.write_tree_cache(str(folder), COMMITS["first"], dict.fromkeys(names, entry))
+
+
+def test_offline_only_the_files_of_the_split_must_be_there(cache):
+    files = {"README.md": CARD, "socratic/a.jsonl": lines(ROWS), "socratic/b.jsonl": "\n"}
+    path = add(cache, "o/n", "dataset", files)
+    listing(cache, "o/n", GSM8K)
+    hub._snapshot.cache_clear()
+    for name in ("o/n/socratic", f"o/n/socratic@{COMMITS['first']}"):
+        assert data_files(hub_name(name), "data.train")[0] == path / "socratic" / "a.jsonl"
+    with pytest.raises(UserError, match=r"HF_HUB_OFFLINE is set.*does not hold it"):
+        data_files(hub_name("o/n/main:test"), "data.eval")
+    (path / "socratic" / "b.jsonl").unlink()  # a split of which one file is missing
+    hub._snapshot.cache_clear()
+    with pytest.raises(UserError, match=r"HF_HUB_OFFLINE is set.*does not hold it"):
+        data_files(hub_name("o/n/socratic"), "data.train")
+
+
+def test_of_a_pinned_data_set_only_the_split_s_files_are_fetched(cache, online):
+    """A run pins first, which fetches the card."""
+    path = add(cache, "o/n", "dataset", {"README.md": CARD, "socratic/a.jsonl": lines(ROWS)})
+    online.answers["files"] = [*GSM8K, "socratic/a.jsonl"]
+    pinned = pinned_name("o/n/socratic", "dataset", "data.train")
+    fetched = data_files(hub_name(pinned), "data.train")
+    assert fetched[0] == path / "socratic" / "a.jsonl"
+    patterns_asked = {pattern for repo, _, patterns in online.asked for pattern in patterns}
+    assert patterns_asked == {"README.md", "socratic/a.jsonl", "socratic/b.jsonl"}
 
 
 def test_of_a_data_set_only_the_split_s_files_are_fetched(cache, online):

@@ -87,7 +87,10 @@ _SMALLER = (
 )
 _LONGEST, _HALF = 2000, 500
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_NAMES = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM}
+_NAMES = {
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM),
+    *(errno.ENOTDIR, errno.EEXIST, errno.EROFS),
+}
 """Errors of the system that are about a name that somebody gave, whichever key it was in."""
 
 

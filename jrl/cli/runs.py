@@ -278,10 +278,11 @@ def compare(
     from jrl.run.compare import compare as run_comparison
 
     names, task_names = _listed(methods, "--methods"), _listed(tasks, "--task")
+    directory = Path(out).expanduser()
     run_comparison(
-        settings, methods=names, tasks=task_names, seeds=seeds, out=Path(out), echo=typer.echo
+        settings, methods=names, tasks=task_names, seeds=seeds, out=directory, echo=typer.echo
     )
-    typer.echo((Path(out) / "comparison.md").read_text(encoding="utf-8").rstrip())
+    typer.echo((directory / "comparison.md").read_text(encoding="utf-8").rstrip())
 
 
 def report(

@@ -6,6 +6,7 @@ are several kinds are in ``data`` and ``tree``, checks of keys of several tables
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
@@ -31,7 +32,7 @@ def _listed(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
-def _parts(value: object) -> object:
+def reward_tables(value: object) -> object:
     """A name, or a list of them, as a table of reward parts with their defaults."""
     names = _listed(value)
     if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
@@ -54,7 +55,11 @@ class RunTable(Table):
     """Location of the run, and when to resume it."""
 
     dir: (
-        Annotated[str, _names("must be a path; `run.dir=` on the command line removes the key")]
+        Annotated[
+            str,
+            _names("must be a path; `run.dir=` on the command line removes the key"),
+            AfterValidator(os.path.expanduser),
+        ]
         | None
     ) = key(None, "run directory; made when missing, default runs/NAME-TIME")
     resume: Literal["auto", "never", "must"] = key(
@@ -565,7 +570,7 @@ class Config(Table):
         " (true: each token goes to the experts that the sampler chose): configs/README.md",
     )
     tree: Tree = key(MethodTree(), "")
-    rewards: Annotated[dict[str, RewardTable], BeforeValidator(_parts)] = key(
+    rewards: Annotated[dict[str, RewardTable], BeforeValidator(reward_tables)] = key(
         {},
         "reward parts by name: math, exact, format, model, or your own function as"
         ' "FILE.py:function" or "module:function", written as'

@@ -14,7 +14,10 @@ ANSWERS = (
     *("answer", "ground_truth", "reward_model.ground_truth", "verification_info.ground_truth"),
     *("solution", "final_answer", "label"),
 )
-"""Names that published data sets give the two fields, in the order in which they are looked for."""
+"""Names that published data sets give the two fields, in the order in which they are looked for.
+
+But see ``_questions``.
+"""
 
 
 def layout(
@@ -30,12 +33,24 @@ def layout(
     """
     first = source[0] if len(source) else {}
     if question == QUESTIONS[0]:
-        question = next((name for name in QUESTIONS if has(first, name)), question)
+        question = next((name for name in _questions(first) if has(first, name)), question)
     if answer == ANSWERS[0]:
         answer = next((name for name in ANSWERS if has(first, name)), answer)
     if answer is not None and not needs_answer and not has(first, answer):
         answer = None
     return question, answer
+
+
+def _questions(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of a row's question, the first that it has.
+
+    verl's rows may keep the bare question beside the prompt's messages, which instruct the policy
+    too. In Alpaca's, "input" is only what an instruction is about, or empty.
+    """
+    messages = not isinstance(row.get("prompt"), str | None)
+    if messages and ("reward_model" in row or "data_source" in row):
+        return ("prompt",)
+    return tuple(name for name in QUESTIONS if name != "input" or "instruction" not in row)
 
 
 def look_up(row: Mapping[str, Any], key: str) -> Any:
@@ -67,14 +82,29 @@ def check_fields(row: Mapping[str, Any], question: str, answer: str | None, wher
 def _remedy(row: Mapping[str, Any], missing: Mapping[str, str], question: str) -> str:
     """What to set for a row without question or answer; other layouts have keys of their own."""
     if "messages" in row and "question" in missing:
+        if _ends_with_question(row["messages"]):
+            return "its messages end with a question: set data.fields.question to messages"
         return "it has messages: read conversations by data.train=dialogues:FILE"
     if "chosen" in row and "rejected" in row:
         return "it has chosen and rejected: read pairs by data.pairs=FILE"
+    if "instruction" in row and "input" in row and "question" in missing:
+        return (
+            "it has instruction and input: set data.fields.question to instruction, or where input"
+            " has text write both into one field"
+        )
     others = [name for name in row if name != question]
     if not others:
         return "add it, or name rewards that need none, such as a function of completions alone"
     keys = " and ".join(f"data.fields.{name}" for name in missing)
     return f"set {keys} to one of {', '.join(others)}"
+
+
+def _ends_with_question(messages: Any) -> bool:
+    """Whether the last of a row's messages is another one than the assistant's."""
+    try:
+        return str(messages[-1]["role"]) != "assistant"
+    except (IndexError, KeyError, TypeError):  # no messages
+        return False
 
 
 def has(row: Mapping[str, Any], key: str) -> bool:

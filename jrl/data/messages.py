@@ -304,13 +304,15 @@ class Wording(NamedTuple):
                 if frames is None
                 else frames.render(finished, prompt=False)
             )
-            answer = after_prompt(whole, text, answer)
+            answer, ids = after_prompt(self.tokenizer, whole, text, answer)
+        else:
+            ids = self.tokenizer.encode(answer)
         if extra is not None:
             calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
             reasons = message.get("reasoning_content") or ""
             _check_written(answer, [*calls, *([reasons.strip()] * bool(reasons))], where)
         end = end_of_turn(self.tokenizer, self.template)
-        return until_stop(self.tokenizer.encode(answer), self.tokenizer, end)
+        return until_stop(ids, self.tokenizer, end)
 
     def _frames(self, tools: Sequence[Mapping[str, Any]] | None) -> Frames | None:
         """The chat template; None for a tokenizer that is not of a checkpoint."""
@@ -339,12 +341,22 @@ def _check_written(text: str, names: Sequence[str], where: str) -> None:
             )
 
 
-def after_prompt(conversation: str, prompt: str, answer: str) -> str:
+def after_prompt(
+    tokenizer: Tokenizer, conversation: str, prompt: str, answer: str
+) -> tuple[str, list[int]]:
     """The template's rendering of the assistant's message, from the text of the conversation.
 
     Some templates render a finished conversation differently; then it is the bare answer.
+
+    Returns:
+      (text, token ids).
     """
-    return conversation[len(prompt) :] if conversation.startswith(prompt) else answer
+    if not conversation.startswith(prompt):
+        return answer, tokenizer.encode(answer)
+    answer = conversation[len(prompt) :]
+    if isinstance(tokenizer, FileTokenizer):
+        return answer, tokenizer.encode_after(prompt, answer)
+    return answer, tokenizer.encode(answer)
 
 
 def end_of_turn(tokenizer: Tokenizer, template: str) -> int:

@@ -31,6 +31,7 @@ class PromptCounts(NamedTuple):
       truncated: prompts that lost their beginning because they were too long.
       longest_tokens: tokens of the longest prompt before any limit.
       invalid: what is wrong with the rows that were left out; "" for none.
+      fields: the fields of question and answer; "" where they have these names.
     """
 
     rows: int
@@ -39,13 +40,14 @@ class PromptCounts(NamedTuple):
     truncated: int
     longest_tokens: int
     invalid: str = ""
+    fields: str = ""
 
     def __str__(self) -> str:
         """One line for a log."""
         return (
             f"{self.used} prompts of {self.rows} rows; too long: {self.dropped} dropped, "
             f"{self.truncated} truncated; longest {self.longest_tokens} tokens"
-            f"{'; ' * bool(self.invalid)}{self.invalid}"
+            f"{'; ' * bool(self.fields)}{self.fields}{'; ' * bool(self.invalid)}{self.invalid}"
         )
 
 
@@ -70,7 +72,8 @@ def build_prompts(
       wording: how their text becomes ids; a tokenizer stands for its chat template.
       question_key: the field that holds the question: text, or a list of chat messages (with a
         system message, examples, calls of tools). A path such as "extra_info.question" names a
-        field of a field. Where rows have no "question", it is the first of ``fields.QUESTIONS``.
+        field of a field. "question" also stands for the first of ``fields.QUESTIONS`` that rows
+        have.
       answer_key: the field that holds the reference answer, or its path; None if there is none.
         Where rows have no "answer", it is the first of ``fields.ANSWERS`` that they have.
       answer_pattern: a regular expression whose first group is the final answer inside the answer
@@ -105,7 +108,9 @@ def build_prompts(
         _check_questions_show(prompts)
     long, rows = reader.overlong, len(source)
     counts = rows, len(prompts), long.dropped, long.truncated, reader.longest, left_out
-    return prompts, PromptCounts(*counts)
+    read = {"question": question_key, "answer": answer_key}
+    named = ", ".join(f"{name}: {key}" for name, key in read.items() if key not in (name, None))
+    return prompts, PromptCounts(*counts, named)
 
 
 @dataclasses.dataclass
@@ -132,7 +137,7 @@ class _Reader:
     def read(self, index: int, row: Mapping[str, Any], where: str) -> Prompt | None:
         """The prompt; None where it is dropped for its length."""
         check_fields(row, self.question_key, self.answer_key if self.needs_answer else None, where)
-        question = _question(row, self.question_key, where)
+        question = _question(row, self.question_key, self.wording.template, where)
         if len(self.questions) < 2:
             self.questions.add(str(question))
         answer = None
@@ -222,7 +227,7 @@ def pad_prompts(prompts: Sequence[Prompt], size: int) -> tuple[np.ndarray, np.nd
     return tokens, lengths
 
 
-def _question(row: Mapping[str, Any], key: str, where: str) -> Any:
+def _question(row: Mapping[str, Any], key: str, template: str, where: str) -> Any:
     question = look_up(row, key)
     if isinstance(question, list | tuple | np.ndarray):
         return list(question)
@@ -230,7 +235,7 @@ def _question(row: Mapping[str, Any], key: str, where: str) -> Any:
         raise UserError(
             f"{where}: {key} must be text or a list of messages, not {type(question).__name__}"
         )
-    if question and not question.strip():
+    if not question.strip() and (question or template == "chat"):
         raise UserError(f"{where}: {key} is blank")
     return question
 

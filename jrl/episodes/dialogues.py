@@ -254,9 +254,9 @@ class _Chat(NamedTuple):
         tokenizer, content = self.frames.tokenizer, message["content"]
         refuse_controls(tokenizer, content, f"the assistant's message {content!r:.40}")
         text = self.frames.render(before)
-        rendered = after_prompt(self.frames.render([*before, message], prompt=False), text, content)
-        end = end_of_turn(tokenizer, "chat")
-        return until_stop(tokenizer.encode(rendered), tokenizer, end)
+        finished = self.frames.render([*before, message], prompt=False)
+        _, ids = after_prompt(tokenizer, finished, text, content)
+        return until_stop(ids, tokenizer, end_of_turn(tokenizer, "chat"))
 
 
 _Writer = _Plain | _Chat

@@ -37,6 +37,9 @@ def _check_distinct(vocabulary: Mapping[str, int], source: str) -> None:
 _SHORT = 1000
 """Characters; a shorter text is encoded in less than a millisecond."""
 
+_CONTEXT = 256
+"""Characters of a text that the tokens of what follows it depend on."""
+
 
 def _is_panic(error: BaseException) -> bool:
     """Whether a library in Rust gave up; the exception is of no module and no ``Exception``."""
@@ -143,6 +146,26 @@ class FileTokenizer:
             # ``encode`` holds the interpreter's lock, ``encode_batch`` does not: while a long
             # prompt is encoded in one thread, a server's others continue.
             return backend.encode_batch([text], add_special_tokens=add_special)[0]
+
+    def encode_after(self, before: str, text: str) -> list[int]:
+        """Token ids of a text that follows another one, as ``encode`` has them of both together.
+
+        They differ from those of the text alone where a tokenizer begins every text with a space,
+        as Llama 2's does: a policy that continues ``before`` samples no such token. Where a token
+        stands for parts of both, they are those of the text alone.
+        """
+        if self._begins_texts:
+            tail = before[-_CONTEXT:]
+            head, both = self.encode(tail), self.encode(tail + text)
+            if both[: len(head)] == head:
+                return both[len(head) :]
+        return self.encode(text)
+
+    @functools.cached_property
+    def _begins_texts(self) -> bool:
+        """Whether a text has other tokens at the beginning than behind a line break."""
+        alone = self.encode("a")
+        return self.encode("\na")[-len(alone) :] != alone
 
     def encode_plain(self, text: str) -> list[int]:
         """Token ids of a text from outside, such as a tool's output: never a control token's.

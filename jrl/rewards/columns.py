@@ -24,7 +24,6 @@ None: no opinion of that sample.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import itertools
@@ -34,6 +33,7 @@ from typing import Any, Literal
 
 from jrl.errors import UserError
 from jrl.rewards.base import Points, Sample
+from jrl.system.event_loop import run_coroutine
 
 SIGNATURE = (
     "reward(samples) -> list of numbers, reward(completions, **columns) as in TRL, or"
@@ -171,7 +171,7 @@ def check_columns(function: Callable[..., Any], columns: Iterable[str], key: str
 
 
 def _awaited(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    return asyncio.run(function(*arguments, **keywords))
+    return run_coroutine(function(*arguments, **keywords))
 
 
 def _on_columns(

@@ -26,6 +26,7 @@ from jrl.rewards.worker import (
     enter,
     limit_waiting,
     load,
+    start_process,
 )
 
 CAN_COPY = hasattr(os, "pidfd_open")
@@ -50,7 +51,7 @@ class Template:
         self.connection, theirs = CONTEXT.Pipe()
         self._process = CONTEXT.Process(target=_serve, args=(theirs, functions), daemon=True)
         try:
-            self._process.start()
+            start_process(self._process, functions)
         finally:
             theirs.close()
         self.pid: int = self._process.pid or 0

@@ -13,9 +13,13 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
+import types
 from collections.abc import Callable, Mapping
 from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, Protocol
 
 from jrl.rewards.base import Returned, RewardFn, Sample
@@ -69,8 +73,39 @@ def new_process(
 ) -> Process:
     """A process that loads pickled reward functions, and answers calls."""
     process = CONTEXT.Process(target=_serve, args=(pipe, printed, functions), daemon=True)
-    process.start()
+    start_process(process, functions)
     return process
+
+
+def start_process(process: BaseProcess, functions: bytes) -> None:
+    """Starts a process that loads pickled functions.
+
+    A spawned process imports the running script. One that cannot be imported, or that would run
+    again, is hidden from it unless a function is the script's own.
+    """
+    if script_is_importable() or b"__main__" in functions:
+        process.start()
+        return
+    with _SCRIPT:
+        script = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")  # of no file
+        try:
+            process.start()
+        finally:
+            sys.modules["__main__"] = script
+
+
+_SCRIPT = threading.Lock()
+"""Held while the script is hidden."""
+
+
+def script_is_importable() -> bool:
+    """Whether another process may import the running script: it has a guard, or no file at all."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    try:
+        return script is None or "__main__" in Path(script).read_text(encoding="utf-8")
+    except (OSError, ValueError):  # "<stdin>", or no text
+        return False
 
 
 class RewardWorker:

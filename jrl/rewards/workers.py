@@ -54,7 +54,8 @@ _PRINTED = 1 << 14
 
 _NOT_STARTED = (
     "the worker processes of the rewards end as soon as they start (exit code {code}); a training "
-    'script must run under if __name__ == "__main__":, because each worker imports it; or set '
+    'script whose own functions are rewards must run under if __name__ == "__main__":, because '
+    "each worker imports it; or set "
     "reward_pool.workers = 0"
 )
 

@@ -46,6 +46,7 @@ def export_run(
       UserError: no such checkpoint or policy; the directory is not empty or cannot be written; or
         adapters are asked of a run without any.
     """
+    directory = directory.expanduser()
     if directory.exists() and any(directory.iterdir()):
         raise UserError(f"{directory} exists and is not empty; name a new directory")
     lora = lora_of(config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import json
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jrl.episodes.sandbox import Sandbox, SandboxLimits
 from jrl.errors import UserError
 from jrl.rewards.base import Sample, defaults_of
+from jrl.system.event_loop import run_coroutine
 from jrl.verifiers.code_tests import Tests, passes, tests_of
 from jrl.verifiers.languages import LANGUAGES, commands_of, language_named, source_of
 from jrl.verifiers.references import Reference
@@ -258,7 +258,7 @@ def _run(
     sent = json.dumps(json.dumps(spec))
     run = f"{_DRIVER.read_text()}\nmain(json.loads({sent}))\n"
     sandbox = _sandbox(testing.total_seconds, testing.memory_mib, testing.output_kib, language)
-    result = asyncio.run(sandbox.run(run, longest=_LONGEST_RUN))
+    result = run_coroutine(sandbox.run(run, longest=_LONGEST_RUN))
     lines = []
     for line in result.output.splitlines():
         try:

@@ -1,6 +1,8 @@
 """The command line: help, errors, exit codes, and what each command passes on."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 import types
@@ -536,3 +538,38 @@ def test_an_error_tells_no_secret_of_an_address():
     assert result.exit_code == 2
     assert "(hidden)" in result.output
     assert "pw12" not in result.output
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EEXIST, errno.ENOTDIR])
+def test_an_output_that_cannot_be_written_is_one_line(number, replace, run_dir):
+    def export_run(config, directory, **options):
+        raise OSError(number, os.strerror(number), "out/adapter_config.json")
+
+    replace("jrl.run.export", export_run=export_run)
+    result = jrl("convert", run_dir, "out")
+    assert result.exit_code == 2
+    problem = f"'out/adapter_config.json': {os.strerror(number)}; name another file"
+    assert result.stderr.strip() == f"jrl: error: {problem}"
+
+
+def test_a_file_in_place_of_a_directory_to_write_to(run_dir, tmp_path):
+    (tmp_path / "out").write_text("")
+    result = jrl("convert", run_dir, tmp_path / "out")
+    assert result.exit_code == 2
+    assert f"'{tmp_path}/out': Not a directory; name another file" in result.stderr
+
+
+def test_home_is_expanded_in_directories_to_write_to(monkeypatch, replace, run_dir, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    result = jrl("convert", run_dir, "~/full")
+    assert f"{tmp_path}/full exists and is not empty; name a new directory" in result.stderr
+    assert load_config(None, ["run.dir=~/a"]).run.dir == f"{tmp_path}/a"
+
+    def compare(config, *, out, **options):
+        (out / "comparison.md").write_text("compared")
+
+    replace("jrl.run.compare", compare=compare)
+    result = jrl("compare", "data.task=sorting", "--out", "~/full")
+    assert result.stdout == "compared\n", result.stderr

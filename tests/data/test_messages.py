@@ -14,6 +14,7 @@ from jrl.data.datasets import MemoryRows
 from jrl.data.messages import Wording
 from jrl.data.pairs import build_judged
 from jrl.data.prompts import build_prompts
+from jrl.episodes.dialogues import read_dialogues
 from jrl.errors import UserError
 from jrl.models.file_tokenizer import load_tokenizer
 from jrl.serving.openai_tools import conversation
@@ -249,6 +250,42 @@ def test_what_a_base_model_learns_ends_as_its_template_ends_turns(tmp_path):
     assert solved.solution.tolist() == [*tokenizer.encode("2"), end]
     plain = prompt_of(tokenizer, row, solution_key="s", template="plain")
     assert plain.solution.tolist() == [*tokenizer.encode("2"), stop]
+
+
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}<s>[{{ m.content }}]"
+    "{% else %}{{ ' ' + m.content + ' </s>' }}{% endif %}{% endfor %}"
+)
+
+
+def test_what_follows_a_prompt_begins_with_no_space_of_its_own(tmp_path):
+    """Tokenizers of SentencePiece put a space before every text, as Llama 2's."""
+    import tokenizers
+    from tokenizers import models, normalizers
+
+    space = "\u2581"
+    pieces = [*"\nabxy[]", space, f"{space}x", f"{space}y", f"{space}["]
+    merges = [(space, piece) for piece in "xy["]
+    backend = tokenizers.Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, merges))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend(space), normalizers.Replace(" ", space)]
+    )
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    about = {"eos_token": "</s>", "chat_template": LLAMA2}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+    tokenizer = load_tokenizer(tmp_path)
+    pair = pair_of(tokenizer, {"prompt": "ab", "chosen": "x", "rejected": "y"})
+    whole = tokenizer.encode("<s>[ab] x </s>")
+    assert [*pair.prompt, *pair.completions[0]] == whole
+    assert len(pair.completions[0]) == 3  # " x", " ", "</s>"
+    said = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "x"}]
+    talk = MemoryRows([{"messages": [*said, *said], "reward": 1.0}])
+    dialogues = read_dialogues(talk, Wording(tokenizer))
+    ((row,),) = dialogues.groups  # the second turn's prompt continues the first turn
+    assert dialogues.counts.rewritten == 0
+    turns = [segment.tokens.tolist() for segment in row.segments if segment.drawn]
+    assert turns == [pair.completions[0].tolist()] * 2
 
 
 def base_tokenizer(directory, eos="<|endoftext|>", template=CHATML):

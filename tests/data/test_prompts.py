@@ -116,6 +116,22 @@ def test_overlong_prompts_are_refused_dropped_or_cut_and_counted():
         ),
         ({"messages": []}, {}, "it has messages: read conversations by data.train=dialogues:FILE"),
         (
+            {"messages": [{"role": "user", "content": "2?"}], "ground_truth": "4"},
+            {},
+            "its messages end with a question: set data.fields.question to messages",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "2?"}], "ground_truth": "4"},
+            {},
+            "it has messages: read conversations by data.train=dialogues:FILE",
+        ),
+        (
+            {"instruction": "Add.", "input": "2 + 2", "output": "4"},
+            {},
+            "no field 'question' and no field 'answer'; it has instruction and input: set",
+        ),
+        ({"question": "", "answer": "4"}, {}, "line 1: question is blank"),
+        (
             {"prompt": "2?", "chosen": "4", "rejected": "5"},
             {},
             "it has chosen and rejected: read pairs by data.pairs=FILE",
@@ -204,6 +220,18 @@ LAYOUTS = {
     "prime-rl": {"prompt": "2+2?", "verification_info": '{"ground_truth": "4"}', "metadata": "{}"},
     "DeepMath": {"question": "2+2?", "final_answer": "4", "r1_solution_1": "two and two"},
 }
+
+
+def test_verl_s_messages_come_before_a_bare_question():
+    row = LAYOUTS["verl"] | {"question": "two and two?"}
+    prompts, counts = build(Rows([row]))
+    assert prompts[0].text == "user:2+2?;assistant:"
+    assert prompts[0].meta["question"] == "two and two?"
+    said = "question: prompt, answer: reward_model.ground_truth"
+    assert str(counts).endswith(f"; longest {counts.longest_tokens} tokens; {said}")
+    prompts, counts = build(Rows([{"question": "2?", "prompt": "x", "answer": "4"}]))
+    assert prompts[0].text == "user:2?;assistant:"
+    assert str(counts).endswith(" tokens")
 
 
 @pytest.mark.parametrize("row", LAYOUTS.values(), ids=LAYOUTS)

@@ -1,5 +1,6 @@
 """Reward functions in JRL's form and in TRL's: told apart, called, and refused in one line."""
 
+import asyncio
 import dataclasses
 import functools
 import inspect
@@ -213,6 +214,13 @@ def test_an_async_function_and_one_that_reads_the_step():
     assert adapted(async_reward)(SAMPLES) == [None, 0.5]
     timed = [dataclasses.replace(s, step=3, steps=6) for s in SAMPLES]
     assert adapted(with_state)(timed) == [0.5, 0.5]
+
+
+def test_an_async_function_where_a_loop_runs():
+    async def cell():  # as a notebook runs one
+        return adapted(async_reward)(SAMPLES)
+
+    assert asyncio.run(cell()) == [None, 0.5]
 
 
 def test_prompts_as_messages_make_completions_messages():

@@ -229,21 +229,50 @@ def test_a_worker_that_is_killed_while_idle_is_replaced():
 
 def test_a_script_that_is_not_guarded_is_told_so(tmp_path, checkout):
     script = tmp_path / "trainer.py"
-    text = f"JUDGES = {str(JUDGES)!r}\n" + textwrap.dedent(SCRIPT)
-    script.write_text(text.replace('if __name__ == "__main__":', "if True:"))
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": str(checkout)},
-    )
+    script.write_text(UNGUARDED + "def own(samples):\n    return [1.0]\nscores(own)\n")
+    done = ended([str(script)], checkout)
     assert done.returncode == 1
     # Python may warn of what the workers left behind after it.
     error = [line for line in done.stderr.splitlines() if "UserError: " in line][-1]
     assert "UserError: the worker processes of the rewards end as soon as they start" in error
     assert "__main__" in error
+
+
+def test_functions_of_files_need_no_guarded_script(checkout):
+    text = f"{UNGUARDED}scores(make_reward({str(JUDGES)!r} + ':length'))\n"
+    done = ended(["-"], checkout, input=text)
+    assert (done.returncode, done.stdout) == (0, "True\n[[3.0]]\n"), done.stderr
+
+
+UNGUARDED = """
+import pickle, types
+import numpy as np
+from jrl.rewards import Sample, copies, make_reward
+from jrl.rewards.pool import RewardPool
+
+def scores(reward):
+    prompt = types.SimpleNamespace(id=0, text="", tokens=np.zeros(1), answer=1, meta={})
+    sample = Sample(prompt, "abc", np.zeros(1), "length")
+    if copies.CAN_COPY:
+        template = copies.Template(pickle.dumps({"r": reward}))
+        template.connection.poll(60)
+    print(template.look() if copies.CAN_COPY else True)
+    with RewardPool({"r": reward}, workers=1, timeout_seconds=60) as pool:
+        print(pool.scores([sample])[0].tolist())
+
+"""
+
+
+def ended(arguments, checkout, **options):
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(checkout)},
+        **options,
+    )
 
 
 def children(pid):

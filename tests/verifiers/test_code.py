@@ -1,5 +1,6 @@
 """Programs judged by their tests."""
 
+import asyncio
 import json
 import pathlib
 import re
@@ -47,6 +48,13 @@ def points(*samples, **options):
 )
 def test_standard_input_and_output(answer):
     assert points(sample(RIGHT, answer), sample("print(3)", answer)) == [1.0, 0.0]
+
+
+def test_where_a_loop_runs():
+    async def cell():  # as a notebook runs one
+        return points(sample(RIGHT, DOUBLE))
+
+    assert asyncio.run(cell()) == [1.0]
 
 
 def test_partial_credit_is_the_share_of_tests():

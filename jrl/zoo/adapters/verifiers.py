@@ -8,7 +8,6 @@ the environment's own programs, tools, stops, hooks and rewards are used as they
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import itertools
 import json
 import sys
@@ -21,6 +20,7 @@ from jrl.episodes.host import ChatOptions, EnvError, HostEnv, Lifecycle, Limits,
 from jrl.episodes.parsers import Call, Malformed, Parser, get_parser
 from jrl.errors import UserError
 from jrl.models.chat_frames import Message
+from jrl.system.event_loop import run_in_thread
 from jrl.system.extras import install_line, need
 from jrl.types import NOTHING, Prompt
 from jrl.user_code import load
@@ -202,11 +202,10 @@ def _tools(vf: Any, id: str, config: Any, task: Any) -> tuple[dict[str, Any], ..
             await service.close()
             await asyncio.sleep(0.1)  # programs that were killed are waited for in this loop
 
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # this one may have an event loop
-        try:
-            body = thread.submit(asyncio.run, first()).result()
-        except (EnvError, TimeoutError) as error:
-            raise UserError(f"data.id = {id!r}: its first episode fails: {error}") from None
+    try:
+        body = run_in_thread(first())  # this thread may have an event loop
+    except (EnvError, TimeoutError) as error:
+        raise UserError(f"data.id = {id!r}: its first episode fails: {error}") from None
     return tuple(body.get("tools") or ())
 
 
