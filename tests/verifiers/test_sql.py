@@ -166,6 +166,7 @@ def test_texts_of_queries():
 
 def test_how_values_are_compared():
     assert same_rows([(1, None, "a"), (2, 0.5, b"b")], [(2, 0.5, b"b"), (1.0, None, "a")], False)
+    assert same_rows([(0.1 + 0.2,)], [(0.3,)], False)  # another order of a sum
     assert not same_rows([(2**60,)], [(2**60 + 1,)], False)
     assert not same_rows([(1,), (1,), (2,)], [(1,), (2,), (2,)], False)
     assert not same_rows([("1",)], [(1,)], False)
