@@ -188,7 +188,10 @@ def _tree(config: Config | str | Path | Mapping[str, Any] | None) -> dict[str, A
     the run needs.
     """
     if isinstance(config, Config):
-        return config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+        set_keys = config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+        if "tree" in set_keys:  # the kind of a tree that was made as a value is a default of it
+            set_keys["tree"]["kind"] = config.tree.kind
+        return set_keys
     if isinstance(config, str | Path):
         return read_toml(Path(config))
     tree: dict[str, Any] = {}

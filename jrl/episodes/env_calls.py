@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -107,6 +108,10 @@ async def try_turn(
         state, _, _, _ = await call_step(env, chat, tokenizer, state, 0, tokens, False)
     except Exception as error:
         failure = error
+    except BaseException:  # it has no time left
+        with contextlib.suppress(Exception):
+            await run_either(env.close, state)
+        raise
     try:
         await run_either(env.close, state)
     except Exception as error:

@@ -118,7 +118,7 @@ class FileTokenizer:
         messages = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": marker}]
         try:
             text = self.chat(messages, add_generation_prompt=False)
-        except UserError:  # such as a template that wants tools, or that does not end
+        except (UserError, RuntimeError):  # it wants tools, does not end, or cannot be rendered
             return None
         _, mark, rest = text.rpartition(marker)
         extra_tokens = self._backend.get_added_tokens_decoder()

@@ -20,7 +20,7 @@ from jrl.rewards.answers import (
     plain_name,
     read,
 )
-from jrl.rewards.markup import LONGEST, MOST_ITEMS, bare, clean
+from jrl.rewards.markup import LONGEST, MOST_ITEMS, bare, clean, split_list
 from jrl.rewards.quantities import Quantity, read_quantity
 from jrl.rewards.units import NO_UNIT, fits, read_unit
 
@@ -33,6 +33,14 @@ _MULTIPLE = re.compile(r"(?!\w\s?=)-?(?:[\d.]*[a-zA-Z]|\\frac\{[a-zA-Z]\}\{\d+\}
 """Equations that are not solved, such as 2x = 12: 12 is no value of x."""
 _UNSOLVED = re.compile(rf"{_MULTIPLE.pattern}|[xyz](?:\s?[+-]\s?[xyz])+\s?=[^=]+$")
 """An expected x + y = 5 is a line; a + b = 5 and AB + CD = 5 are sums that were asked for."""
+
+_OPERATIONS = re.compile(
+    r"(?<=\d)\s?x\s?(?=\d)|\\(?:[dt]?frac|d?binom|sqrt|times|cdot|div|pi|left|right|circ|degree"
+    r"|log|ln|lg|exp|sin|cos|tan|cot|gcd|lcm|max|min|overline|lfloor|rfloor|lceil|rceil)(?![a-z])"
+    r"|\\[%$,;:! {}]"
+)
+"""What stands between numbers; other commands of LaTeX are names or relations."""
+_SIGNS = re.compile(r"[<>≤≥]|\\(?:le|ge|lt|gt|ne|leq|geq|in|pm)(?![a-z])")
 
 Checker = Callable[[str, str], bool]
 """(expected, answer), two expressions -> whether they are equal."""
@@ -101,7 +109,10 @@ def _is_arithmetic(text: str, result: str) -> bool:
 
     One letter is a unit where the result has it, too, and a variable elsewhere.
     """
-    plain = re.sub(r"(?<=\d)\s?x\s?(?=\d)|\\[a-zA-Z]+", " ", text)
+    plain = _OPERATIONS.sub(" ", text)
+    # Several answers, and inequalities, are no result of one computation.
+    if "\\" in plain or any(len(split_list(x)) > 1 or _SIGNS.search(x) for x in (text, result)):
+        return False
     words, units = (re.findall(r"[^\W\d_]+", each) for each in (plain, result))
     return all(re.search(r"\d", each) for each in (plain, result)) and all(
         (unit := read_unit(word)) is not None

@@ -104,16 +104,16 @@ def code(
         raise UserError(f"rewards.code.check_rows = {check_rows}: give 0 for none, or a number")
     points = []
     for sample in samples:
-        passed = tested(sample, testing, stop=not partial)
+        passed = tested(sample, last_block(sample.completion), testing, stop=not partial)
         share = sum(passed) / len(passed)
         points.append(share if partial else float(share == 1.0))
     return points
 
 
-def tested(sample: Sample, testing: Testing, *, stop: bool) -> list[bool]:
-    """Which of its row's tests a completion passes; see ``judge``."""
+def tested(sample: Sample, program: str, testing: Testing, *, stop: bool) -> list[bool]:
+    """Which of its row's tests the program of a completion passes; see ``judge``."""
     name, tests = task_of(sample.prompt, testing)
-    program = whole_program(last_block(sample.completion), sample.prompt)
+    program = whole_program(program, sample.prompt)
     return judge(program, tests, name, testing, stop=stop).passed
 
 

@@ -116,6 +116,12 @@ def test_queries_that_mean_no_good_are_no_queries(query):
 ENDLESS = (
     "CREATE TABLE t AS WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x FROM n) SELECT x FROM n;"
 )
+
+
+def test_a_dump_may_end_in_vacuum():
+    assert paid(GOLD, schema=f"{SCRIPT}\nVACUUM;\nvacuum") == 1.0
+
+
 SCRIPTS = {
     "ATTACH DATABASE 'FILE' AS x; CREATE TABLE x.y(b);": "not authorized",
     "VACUUM INTO 'FILE'": "authorization denied",

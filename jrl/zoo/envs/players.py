@@ -89,7 +89,7 @@ def dialogue_env(
 
     Args:
       user: reads the conversation, the policy's turns as "user", its own as "assistant"; the
-        problem opens it.
+        problem, which is its first message, stands before the policy's first turn.
       judge: (problem, conversation, which the policy's turn ends) -> reward, or (reward, whether
         the episode ends); or ``FILE.py:function``.
       turns: the most of the policy.
@@ -106,7 +106,10 @@ def dialogue_env(
             policy.reward(score)
             if done or policy.turns >= turns:
                 return Outcome(success=float(score) > 0)
-            answer = await reply_of(user, [assistant_message(prompt.text), *conversation])
+            first, *others = conversation
+            # Many chat templates want the first message to be a user's.
+            opened = f"You said: {prompt.text}\n\n{first['content']}"
+            answer = await reply_of(user, [user_message(opened), *others])
             conversation.append(assistant_message(answer))
 
     return coroutine_env(episode, limits=Limits(turns=turns))

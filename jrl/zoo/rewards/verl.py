@@ -16,7 +16,7 @@ from jrl.rewards.base import Sample, defaults_of, options_of
 from jrl.rewards.exact import boxed, same_answer
 from jrl.rewards.matching import normalised, references, stated_answer
 from jrl.rewards.math import math_reward as math
-from jrl.verifiers.code import Testing, code, reference, tested, testing_of
+from jrl.verifiers.code import code, reference, tested, testing_of
 from jrl.verifiers.references import Reference
 from jrl.zoo.rewards.minerva import last_box, normal_form
 
@@ -166,8 +166,10 @@ def prime_code(samples: list[Sample], continuous: bool = False, **options: Any) 
     """
     code([], **options)  # says what is wrong
     testing = testing_of(options)
-    programs = [_after_python(sample.completion) for sample in samples]
-    results = _tested(samples, programs, testing, stop=not continuous)
+    results = [
+        tested(sample, _after_python(sample.completion), testing, stop=not continuous)
+        for sample in samples
+    ]
     return [
         1.0 if all(passed) else _share(passed[:_FIRST]) if continuous else 0.0 for passed in results
     ]
@@ -197,15 +199,13 @@ def sandbox_fusion(
     """
     options = _limits(timeout, memory_limit_mb)
     code([], check_solution=check_solution, check_rows=check_rows, **options)
-    fenced = [sample for sample in samples if _FENCE in sample.completion]
-    programs = [_in_fences(sample.completion) for sample in fenced]
-    results = iter(_tested(fenced, programs, testing_of(options), stop=False))
-    return [
-        _share(next(results)[: _FIRST if continuous else None])
-        if _FENCE in sample.completion
-        else 0.0
-        for sample in samples
-    ]
+    testing, points = testing_of(options), []
+    for sample in samples:
+        passed = list[bool]()
+        if _FENCE in sample.completion:
+            passed = tested(sample, _in_fences(sample.completion), testing, stop=False)
+        points.append(_share(passed[: _FIRST if continuous else None]) if passed else 0.0)
+    return points
 
 
 _FENCE, _PYTHON = "```", "```python"
@@ -223,17 +223,6 @@ def _in_fences(text: str) -> str:
     block = text.split(_FENCE)[1]
     language, _, program = block.partition("\n")
     return program if program and language.strip().isalpha() else block
-
-
-def _tested(
-    samples: Sequence[Sample], programs: Sequence[str], testing: Testing, *, stop: bool
-) -> list[list[bool]]:
-    """Which of their rows' tests programs pass; see ``code.judge``."""
-    alone = [
-        dataclasses.replace(sample, completion=program)
-        for sample, program in zip(samples, programs, strict=True)
-    ]
-    return [tested(sample, testing, stop=stop) for sample in alone]
 
 
 def _limits(timeout: float, memory_limit_mb: float) -> dict[str, Any]:

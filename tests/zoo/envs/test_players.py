@@ -57,6 +57,8 @@ def test_guidance_is_read_by_the_other_model_and_its_answers_are_paid():
 
 def test_a_dialogue_ends_when_the_judge_says_so():
     async def user(messages):
+        assert [m["role"] for m in messages] == ["user", "assistant", "user"][: len(messages)]
+        assert messages[0]["content"] == f"You said: {PROMPT.text}\n\nwhere"
         return f"heard {len(messages)}"
 
     def judge(prompt, messages):
@@ -65,7 +67,7 @@ def test_a_dialogue_ends_when_the_judge_says_so():
 
     _, first, second, third = talk(dialogue_env(user, judge), ["where", "again", "diagnosis"])
     assert [f.reward for f in (first, second, third)] == [(1.0,), (-2.0,), (5.0,)]
-    assert first.messages[0]["content"] == "heard 2"  # the problem is its own first message
+    assert first.messages[0]["content"] == "heard 1"
     assert third.done
     assert third.success
 
