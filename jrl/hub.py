@@ -49,6 +49,8 @@ _NOT_OURS = (
 
 Kind = Literal["model", "dataset"]
 
+_OFFLINE = "HF_HUB_OFFLINE is set, so the Hub was not asked"
+
 _PART = r"[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(
     rf"(?P<hf>hf:)?(?P<repo>{_PART}/{_PART})(?:/(?P<config>{_PART}))?"
@@ -166,7 +168,10 @@ def data_files(name: HubName, key: str) -> list[Path]:
         name = name._replace(revision=commit)
         card = _fetched(name, "dataset", key, ("README.md",)) if "README.md" in names else None
         selected = chosen_files(names, _card(card), name, key)
-        return [_fetched(name, "dataset", key, tuple(selected)) / file for file in selected]
+        directory = _fetched(name, "dataset", key, tuple(selected))
+        if not all((directory / file).exists() for file in selected):
+            raise _not_found(name, "dataset", key, _OFFLINE)
+        return [directory / file for file in selected]
     directory = _fetched(name, "dataset", key, ("README.md",))
     names = [path.relative_to(directory).as_posix() for path in directory.rglob("*")]
     return [directory / file for file in chosen_files(names, _card(directory), name, key)]
@@ -397,7 +402,7 @@ def _fetched(name: HubName, kind: Kind, key: str, patterns: tuple[str, ...]) -> 
 
     requested = name
     name, cache = name._replace(config=None, split=None), str(cache_directory())
-    why, unwritable = "HF_HUB_OFFLINE is set, so the Hub was not asked", None
+    why, unwritable = _OFFLINE, None
     if not offline():
         try:
             return Path(_snapshot(name, kind, patterns, cache, False))

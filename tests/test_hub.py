@@ -274,20 +274,17 @@ def test_files_of_other_forms_are_left_out_of_models_and_not_of_data_sets(cache,
     assert online.ignored["dataset"] is None
 
 
-def listing(cache, repo, names):
-    """Writes the listing that huggingface_hub keeps of a commit."""
-    tree_cache = pytest.importorskip("huggingface_hub._tree_cache")
-    entry = tree_cache.TreeCacheEntry(
-        size=1, blob_id="0", lfs_sha256=None, lfs_size=None, xet_hash=None
-    )
-    folder = cache / f"datasets--{repo.replace('/', '--')}"
-    tree_cache.write_tree_cache(str(folder), COMMITS["first"], dict.fromkeys(names, entry))
+def listing(monkeypatch, names):
+    """The listing of a commit, which newer versions of huggingface_hub keep."""
+    files = [types.SimpleNamespace(path=name) for name in names]
+    kept = lambda repo, **how: files  # noqa: E731
+    monkeypatch.setattr("huggingface_hub.get_cached_repo_tree", kept, raising=False)
 
 
-def test_offline_only_the_files_of_the_split_must_be_there(cache):
+def test_offline_only_the_files_of_the_split_must_be_there(cache, monkeypatch):
     files = {"README.md": CARD, "socratic/a.jsonl": lines(ROWS), "socratic/b.jsonl": "\n"}
     path = add(cache, "o/n", "dataset", files)
-    listing(cache, "o/n", GSM8K)
+    listing(monkeypatch, GSM8K)
     hub._snapshot.cache_clear()
     for name in ("o/n/socratic", f"o/n/socratic@{COMMITS['first']}"):
         assert data_files(hub_name(name), "data.train")[0] == path / "socratic" / "a.jsonl"
