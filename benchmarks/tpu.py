@@ -33,10 +33,10 @@ from jrl.collect.sources import Around, Groups, Source
 from jrl.config import Config, load_config
 from jrl.errors import UserError
 from jrl.mesh import replicated
-from jrl.plan.lower import run_model
 from jrl.plan.topology import Topology, parse_topology
 from jrl.plan.useful import lengths_of, model_flops
 from jrl.setup.adapters import policy_of
+from jrl.setup.frozen import run_shape
 from jrl.setup.kinds import kind_of
 from jrl.setup.placement import make_meshes
 from jrl.setup.run import Run
@@ -91,7 +91,7 @@ def synthetic_run(config: Config) -> Run:
             raise UserError(f"{key} = {value!r} is not for this benchmark; {instead}")
     mesh, _ = make_meshes(config)
     kind = kind_of(config)
-    model, tokenizer = run_model(config, None), _Endless()
+    model, tokenizer = run_shape(config, kind.task, runs=False), _Endless()
     run = build.bare_run(
         config, mesh, kind=kind, model=model, tokenizer=tokenizer, width=kind.prompt_tokens
     )

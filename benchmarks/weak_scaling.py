@@ -7,8 +7,8 @@ The work of a chip stays the same while chips are added: 4 prompts of 512 tokens
 divided over up to 16 chips (mesh.fsdp), further chips are replicas (mesh.data); the sampler divides
 its weights over 4 chips (sampling.mesh.tensor). For each slice the programs are compiled for all of
 its chips as a run compiles them, the sampler and the resharding with 2 and with 4 layers, and the
-line through the two gives the figures of 28 (``jrl plan --quick``); nothing is extrapolated over
-chips.
+line through the two gives the figures of 28 (``jrl plan --few-layers``); nothing is extrapolated
+over chips.
 Writes OUT.json, OUT.md, OUT.png.
 """
 

@@ -24,6 +24,7 @@ from benchmarks import (
     sampler_drift,
     step,
     tpu,
+    weak_scaling,
     work,
 )
 from benchmarks.clock import processor_seconds
@@ -357,6 +358,12 @@ def walked_flops(config, prompts, lengths):
             decode += sum(token(p + i) + head for i in range(t))
             score += sum(token(p + i + 1) for i in range(t - 1)) + t * head
     return prefill, decode, score
+
+
+def test_weak_scaling_names_the_command_of_its_extrapolation():
+    for text in (weak_scaling.__doc__, pathlib.Path("benchmarks/weak_scaling.md").read_text()):
+        assert "``jrl plan --few-layers``" in text
+        assert "--quick" not in text
 
 
 def test_useful_work_is_counted_token_by_token():

@@ -107,8 +107,55 @@ def test_a_slice_that_nobody_named_is_shown():
     line = [SCRIPTS / "gke.sh", *GKE, "--image", "i", "--dry-run", "--", "nowhere.toml"]
     done = subprocess.run(line, capture_output=True, text=True, check=True)
     assert done.stderr == "nowhere.toml names no slice: v5e:4x4; --topology names another\n"
-    line[-1] = "configs/pod_8b_v6e.toml"
+    line[-1:] = ["configs/pod_8b_v6e.toml", "run.dir=d"]
     assert not subprocess.run(line, capture_output=True, text=True, check=True).stderr
+
+
+@pytest.mark.parametrize("topology", ["h100x8", "v9z:4x4", "v5e:4xa"])
+def test_a_topology_of_no_tpu_ends_before_anything_is_built_or_submitted(topology, tmp_path):
+    """The commands that would do it are in front of the PATH, and leave a file when called."""
+    for name in ("docker", "xpk", "gcloud"):
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\ntouch {tmp_path}/called\n")
+        (tmp_path / name).chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "JRL": "true"}
+    for line in (
+        ["gke.sh", *GKE, "--project", "p", "--build", "--topology", topology, "--", "c.toml"],
+        ["create.sh", "--zone", "z", "--topology", topology],
+    ):
+        command = [SCRIPTS / line[0], *line[1:]]
+        done = subprocess.run(command, capture_output=True, text=True, env=env)
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"{line[0]}: topology {topology}; write v4:SHAPE")
+    assert not (tmp_path / "called").exists()
+
+
+def test_a_count_of_slices_that_is_no_number_is_named():
+    error_output = script("launch.sh", "--zone", "z", "--slices", "two", "--", "c.toml", ok=False)
+    assert error_output == "launch.sh: --slices two; write a whole number from 1\n"
+
+
+@pytest.mark.parametrize(
+    ("table", "overrides", "complete"),
+    [
+        ("", [], False),
+        ("", ["run.dir="], False),
+        ("[plan]\ndir = 'a'\n[run]\nresume = 'auto'\n[data]\ndir = 'b'\n", [], False),
+        ("", ["run.dir=d"], True),
+        ("[run]\nresume = 'auto'\ndir = 'd'\n", [], True),
+        ("run.dir = 'd'\n", [], True),
+    ],
+)
+def test_a_run_that_could_not_resume_is_refused(tmp_path, table, overrides, complete):
+    file = tmp_path / "c.toml"
+    file.write_text(table)
+    for name, options in (
+        ("slurm.sh", ()),
+        ("launch.sh", ("--zone", "z")),
+        ("gke.sh", (*GKE, "--image", "i")),
+    ):
+        output = script(name, *options, "--dry-run", "--", str(file), *overrides, ok=complete)
+        assert complete or f"{name}: run.dir is missing" in output
+    assert "run.dir is missing" in script("slurm.sh", "--dry-run", "--", "method=grpo", ok=False)
 
 
 def test_gke_builds_the_image_that_it_runs_or_says_how():
@@ -206,6 +253,69 @@ def test_the_benchmark_plans_here_and_measures_on_all_slices_at_once():
     assert "p.json" in lines[0]
 
 
+def test_the_benchmark_finds_a_configuration_of_the_checkout_from_anywhere(tmp_path):
+    """The line of the scripts' README is called in their directory."""
+    (line,) = re.findall(r"^    \./(benchmark\.sh .*)$", (SCRIPTS / "README.md").read_text(), re.M)
+    name, *words = shlex.split(line)
+    for place in (SCRIPTS, tmp_path, ROOT):
+        command = [SCRIPTS / name, "--dry-run", *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=place)
+        planned = shlex.split(done.stdout.splitlines()[0])
+        assert planned[:2] == ["jrl", "plan"]
+        assert (place / planned[2]).samefile(ROOT / words[-1])
+        assert f"benchmarks.tpu {words[-1]} " in done.stdout.replace("\\", "")
+
+
+# Each notes what it was called with; curl writes a program that installs uv, as its own does.
+STUBS = {
+    "make": "#!/bin/bash\necho make $* >> $HOME/calls\n",
+    "uv": "#!/bin/bash\necho uv $* >> $HOME/calls\n",
+    "curl": (
+        "#!/bin/bash\necho curl $* >> $HOME/calls\n"
+        "echo 'mkdir -p $UV_UNMANAGED_INSTALL && cp $HOME/bin/uv $UV_UNMANAGED_INSTALL/uv'\n"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("new", "calls"),
+    [
+        ("python3", ["make install ACCEL=tpu PYTHON=python3"]),
+        ("python3.12", ["make install ACCEL=tpu PYTHON=python3.12"]),
+        (
+            None,  # as on Ubuntu 22.04
+            [
+                "curl -LsSf https://astral.sh/uv/install.sh",
+                "uv venv --seed --python 3.12 .venv",
+                "make install ACCEL=tpu",
+            ],
+        ),
+    ],
+)
+def test_hosts_with_an_old_python_get_a_newer_one(tmp_path, new, calls):
+    """What setup.sh runs on a host, in a home directory with programs that only take notes."""
+    checkout = tmp_path / "host" / "tpu_scripts"
+    checkout.mkdir(parents=True)
+    for name in ("common.sh", "install.sh"):
+        (checkout / name).write_bytes((SCRIPTS / name).read_bytes())
+        (checkout / name).chmod(0o755)
+    archive = ["tar", "-czf", tmp_path / "source.tar.gz", "-C", tmp_path / "host", "tpu_scripts"]
+    subprocess.run(archive, check=True)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    pythons = ("python3", "python3.11", "python3.12", "python3.13")
+    old = dict.fromkeys(pythons, "#!/bin/bash\nexit 1\n")
+    right = {} if new is None else {new: "#!/bin/bash\nexit 0\n"}
+    for name, text in {**STUBS, **old, **right}.items():
+        if name != "uv" or new is None:
+            (programs / name).write_text(text)
+            (programs / name).chmod(0o755)
+    line = dry("setup.sh", "--zone", "z")[-1][-1].removeprefix("--command=")
+    env = {"HOME": str(tmp_path), "PATH": f"{programs}:/usr/bin:/bin"}
+    subprocess.run(["bash", "-c", line], check=True, cwd=tmp_path, env=env)
+    assert (tmp_path / "calls").read_text().splitlines() == calls
+
+
 def test_the_benchmark_ends_with_the_code_of_a_process_that_failed(tmp_path):
     """Two processes here, as two hosts: both are given the plan, and one of them fails."""
     python = tmp_path / "python"
@@ -268,6 +378,11 @@ def test_local_processes_are_launched_watched_and_stopped(tmp_path):
             wait_for(lambda f=folder, s=expected: (f / "train.log").read_text() == s)
         assert script("status.sh", *hosts).split("\n")[:2] == ["running", "running"]
         assert "0 of 2 at" in script("logs.sh", *hosts)
+        again = [SCRIPTS / "launch.sh", *hosts, "--", "c.toml"]
+        done = subprocess.run(again, capture_output=True, text=True, env={**os.environ, "JRL": "x"})
+        assert done.returncode == 2
+        assert f"the run is still alive, process {pids[0]}; wait until" in done.stderr
+        assert (tmp_path / "run/host-0/train.pid").read_text() == f"{pids[0]}\n"
         script("stop.sh", *hosts)
         wait_for(lambda: "not running\nnot running" in script("status.sh", *hosts))
         assert script("logs.sh", *hosts).count("saved") == 2

@@ -24,8 +24,8 @@ parse "${others[@]}"
 slice=$TOPOLOGY
 [ "$SLICES" = 1 ] || slice="$SLICES*$TOPOLOGY"
 if [ -z "$PLAN" ]; then
-  PLAN=$NAME-plan.json changes=()
-  for word in "${REST[@]}"; do
+  PLAN=$NAME-plan.json changes=("$(path_of "${REST[0]}")")
+  for word in "${REST[@]:1}"; do
     case $word in --steps) break ;; *) changes+=("$word") ;; esac
   done
   # It ends with 1 where the run does not fit; its figures are there all the same.

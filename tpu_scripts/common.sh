@@ -8,10 +8,17 @@ SPOT= QUEUED= GUESSED= RUNTIME= FOLLOW= LOCAL= REST=()
 usage() { sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; exit "${1:-0}"; }
 fail() { echo "$(basename "$0"): $*" >&2; exit 2; }
 
+# The path of CONFIG on this machine: as written, or else from the root of the checkout.
+path_of() {
+  local ours
+  ours=$(dirname "${BASH_SOURCE[0]}")/../$1
+  if [ ! -f "$1" ] && [ -f "$ours" ]; then echo "$ours"; else echo "$1"; fi
+}
+
 # The slice that [plan] of a configuration names, if it names one of one kind.
 slice_of() {
-  local file=$1
-  [ -f "$file" ] || file=$(dirname "${BASH_SOURCE[0]}")/../$1
+  local file
+  file=$(path_of "$1")
   [ ! -f "$file" ] || sed -n '/^\[plan\]/,/^\[[a-z]/s/^topology *= *"\(v[0-9a-z]*:[0-9x]*\)".*/\1/p' "$file"
 }
 
@@ -22,6 +29,7 @@ parse() {
   [ -n "$TOPOLOGY" ] || [ ${#REST[@]} = 0 ] || TOPOLOGY=$(slice_of "${REST[0]}")
   [ -n "$TOPOLOGY" ] || GUESSED=${REST[0]:-}
   TOPOLOGY=${TOPOLOGY:-v5e:4x4}
+  [[ $SLICES =~ ^[1-9][0-9]*$ ]] || fail "--slices $SLICES; write a whole number from 1"
 }
 
 options() {
@@ -49,10 +57,27 @@ options() {
 
 # Ends with what jrl here, if there is one, says against the configuration, before hosts are asked.
 check_config() {
-  local file=$1
-  [ -f "$file" ] || file=$(dirname "${BASH_SOURCE[0]}")/../$1
+  local file
+  file=$(path_of "$1")
   { [ -f "$file" ] && command -v "${JRL:-jrl}" > /dev/null; } || return 0
   "${JRL:-jrl}" show-config "$file" "${@:2}" > /dev/null || exit 2
+}
+
+# Ends if nothing sets run.dir: without it every start makes a new directory and begins at step 0.
+# A file that only the hosts have cannot be checked here.
+need_run_dir() {
+  local file word
+  for word in "$@"; do
+    case $word in run.dir=?*) return ;; esac
+  done
+  file=$(path_of "$1")
+  if [ -f "$file" ]; then
+    [ -z "$(sed -n '/^\[run\]/,/^\[[a-z]/s/^ *dir *=/&/p; s/^ *run\.dir *=/&/p' "$file")" ] || return 0
+  else
+    case $1 in *=*) ;; *) return 0 ;; esac
+  fi
+  fail "run.dir is missing, so a restart would begin again at step 0; add run.dir=PATH, a directory" \
+    "that all hosts share"
 }
 
 # Runs a command, or prints it as it would be typed.
@@ -74,13 +99,14 @@ chips() {
 
 # Cloud TPU's name of the accelerator, which counts cores for v4 and v5p, chips for others.
 accelerator() {
+  [[ $TOPOLOGY =~ ^(v4|v5e|v5p|v6e):[0-9]+(x[0-9]+)*$ ]] \
+    || fail "topology $TOPOLOGY; write v4:SHAPE, v5e:SHAPE, v5p:SHAPE or v6e:SHAPE, such as v5e:4x4"
   [ -z "$GUESSED" ] || echo "$GUESSED names no slice: $TOPOLOGY; --topology names another" >&2
   case $TOPOLOGY in
     v4:*) echo "v4-$((2 * $(chips)))" ;;
     v5e:*) echo "v5litepod-$(chips)" ;;
     v5p:*) echo "v5p-$((2 * $(chips)))" ;;
     v6e:*) echo "v6e-$(chips)" ;;
-    *) fail "topology $TOPOLOGY; write v4:SHAPE, v5e:SHAPE, v5p:SHAPE or v6e:SHAPE" ;;
   esac
 }
 

@@ -6,8 +6,8 @@
 # logged in there (gcloud auth configure-docker REGION-docker.pkg.dev). Without --image it is
 # REGION-docker.pkg.dev/PROJECT/jrl/jrl:COMMIT, in the repository "jrl" of Artifact Registry.
 # Without --topology the slice is the one that [plan] of CONFIG names, or v5e:4x4.
-# XPK: pip install xpk. Give a run.dir on a disk or a mounted bucket that all pods see, so that a
-# restarted JobSet resumes from the newest checkpoint.
+# XPK: pip install xpk. Set run.dir, here or in [run] of CONFIG, to a directory on a disk or a mounted
+# bucket that all pods see, so that a restarted JobSet resumes from the newest checkpoint.
 
 . "$(dirname "$0")/common.sh"
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
@@ -38,12 +38,14 @@ if [ -z "$IMAGE" ]; then
   IMAGE+=:$(git -C "$ROOT" rev-parse --short=12 HEAD 2>/dev/null || echo latest)
 fi
 [ ${#REST[@]} -gt 0 ] || fail "nothing to run; write -- CONFIG KEY=VALUE ... at the end"
+accelerator=$(accelerator)
 check_config "${REST[@]}"
+need_run_dir "${REST[@]}"
 if [ -n "$BUILD" ]; then
   run docker build -f "$ROOT/tpu_scripts/Dockerfile" -t "$IMAGE" "$ROOT"
   run docker push "$IMAGE"
 fi
 line=$(printf '%q ' "${REST[@]}")
-run xpk workload create "${common[@]}" "--tpu-type=$(accelerator)" "--num-slices=$SLICES" \
+run xpk workload create "${common[@]}" "--tpu-type=$accelerator" "--num-slices=$SLICES" \
   "--docker-image=$IMAGE" --max-restarts=10 \
   "--command=JRL_DISTRIBUTED=auto jrl train ${line% }"

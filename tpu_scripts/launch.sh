@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Starts a training run on every host, in the background; it survives the end of this shell.
 #   launch.sh --zone ZONE [--name NAME] [--slices N] [--dir DIR] [--dry-run] -- CONFIG KEY=VALUE ...
-# Name a run directory that all hosts see: run.dir=PATH on a shared disk or a mounted bucket.
+# Set run.dir, here or in [run] of CONFIG, to a directory that all hosts see, on a shared disk or a
+# mounted bucket. On a host where the run is still alive, as while it saves after stop.sh, nothing is
+# started, and the exit code is 2.
 # A process that is interrupted or dies is started again and resumes from the newest checkpoint (see
 # resume.sh); after stop.sh, the same command resumes. With --local N, N processes on this
 # machine act as hosts, for tests.
@@ -10,6 +12,7 @@
 parse "$@"
 [ ${#REST[@]} -gt 0 ] || fail "nothing to run; write -- CONFIG KEY=VALUE ... at the end"
 check_config "${REST[@]}"
+need_run_dir "${REST[@]}"
 if [ -n "$LOCAL" ]; then
   # The coordinator is process 0 on this machine; hosts of a TPU ask the cluster instead.
   jrl=${JRL:-jrl}
@@ -23,5 +26,8 @@ else
   run_in="cd \$HOME/$DIR || exit; "
 fi
 line=$(printf '%q ' "${REST[@]}")
-on_hosts "${run_in:-}$who nohup $resume $jrl train ${line% } > train.log 2>&1 < /dev/null & \
+alive='if [ -f train.pid ] && kill -0 "$(cat train.pid)" 2>/dev/null; then'
+alive+=' echo "launch.sh: the run is still alive, process $(cat train.pid); wait until status.sh says not'
+alive+=' running (if that process is another, delete train.pid)" >&2; exit 2; fi; '
+on_hosts "${run_in:-}$alive$who nohup $resume $jrl train ${line% } > train.log 2>&1 < /dev/null & \
 echo \$! > train.pid"

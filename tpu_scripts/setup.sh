@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Copies this checkout to every host and installs it there, in ~/DIR (jrl when not set).
+# Copies this checkout to every host and installs it there (install.sh), in ~/DIR (jrl when not set).
 #   setup.sh --zone ZONE [--name NAME] [--slices N] [--dir DIR] [--dry-run]
 # The copy is what git tracks at HEAD: what is not committed stays behind.
 
@@ -12,4 +12,4 @@ run git -C "$root" archive --format=tar.gz -o "$archive" HEAD
 for node in $(nodes); do
   run gcloud compute tpus tpu-vm scp "$archive" "$node:source.tar.gz" "${PLACE[@]}" --worker=all
 done
-on_hosts "mkdir -p $DIR && tar -xzf source.tar.gz -C $DIR && cd $DIR && make install ACCEL=tpu"
+on_hosts "mkdir -p $DIR && tar -xzf source.tar.gz -C $DIR && cd $DIR && tpu_scripts/install.sh"

@@ -2,9 +2,9 @@
 # Submits a run to Slurm, for clusters of GPUs: one process a node, which sees all its GPUs.
 #   slurm.sh [--name NAME] [--nodes N] [--gpus PER_NODE] [--time HH:MM:SS] [--partition P]
 #            [--dry-run] -- CONFIG KEY=VALUE ...
-# Run it where jrl is on the path of every node. Slurm sends SIGTERM five minutes before the end,
-# and the run saves a checkpoint; the job is queued again and resumes from it, ten times at most. So
-# it is when a process dies.
+# Run it where jrl is on the path of every node. Set run.dir, here or in [run] of CONFIG, to a directory
+# that all nodes share. Slurm sends SIGTERM five minutes before the end, and the run saves a checkpoint
+# there; the job is queued again and resumes from it, ten times at most. So it is when a process dies.
 
 . "$(dirname "$0")/common.sh"
 NODES=1 GPUS=8 TIME=24:00:00 PARTITION= others=()
@@ -22,6 +22,7 @@ done
 parse ${others[@]+"${others[@]}"}
 [ ${#REST[@]} -gt 0 ] || fail "nothing to run; write -- CONFIG KEY=VALUE ... at the end"
 check_config "${REST[@]}"
+need_run_dir "${REST[@]}"
 line=$(printf '%q ' "${REST[@]}")
 args=("--job-name=$NAME" "--nodes=$NODES" --ntasks-per-node=1 "--gpus-per-node=$GPUS")
 args+=("--time=$TIME" --signal=TERM@300 --output=%x-%j.log --requeue)

@@ -146,6 +146,15 @@ def doctor(
         raise typer.Exit(1)
 
 
+_UNREAD = (
+    ("--search", "--quick"),
+    ("--search", "--few-layers"),
+    ("--quick", "--few-layers"),
+    ("--quick", "--effort"),
+)
+"""Options of ``jrl plan`` of which the first leaves the second unread."""
+
+
 def plan(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="Configuration file.")],
     overrides: Overrides = None,
@@ -175,7 +184,9 @@ def plan(
     search: Annotated[
         bool, typer.Option(help="Rank meshes, remat, microbatches and placements.")
     ] = False,
-    candidates: Annotated[int, typer.Option(help="Candidates that --search compiles.", min=1)] = 6,
+    candidates: Annotated[
+        int | None, typer.Option(help="Candidates that --search compiles; default 6.", min=1)
+    ] = None,
     seconds: Annotated[
         float | None, typer.Option(help="Approximate time limit of --search, seconds.", min=0)
     ] = None,
@@ -192,6 +203,16 @@ def plan(
 
     Example: jrl plan configs/pod_8b_v5e.toml --quick
     """
+    given = {"--search": search, "--quick": quick, "--few-layers": few_layers}
+    given |= {"--effort": effort is not None}
+    limits: dict[str, Any] = {"limit": candidates, "seconds": seconds}
+    limits = {name: value for name, value in limits.items() if value is not None}
+    for one, other in _UNREAD:
+        if given[one] and given[other]:
+            raise UserError(f"{other} has no effect with {one}; remove one of them")
+    if limits and not search:
+        name = "--seconds" if candidates is None else "--candidates"
+        raise UserError(f"{name} limits a search; add --search, or remove {name}")
     settings = read(config, overrides)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # compilers of others only compile
     from jrl.plan.make import make_plan
@@ -205,7 +226,6 @@ def plan(
 
     slices = parse_topology(topology or settings.plan.topology)
     if search:
-        limits: dict[str, Any] = {"limit": candidates, "seconds": seconds}
         ranking = -1.0 if effort is None else effort
         results = search_plans(settings, slices, **limits, effort=ranking, echo=echo)
         fits = results[0]["fits"]

@@ -132,7 +132,7 @@ def _program(name: str, program: Program, topology: Topology, tokens: float) -> 
         yield f"  extrapolated from programs of {' and '.join(map(str, program.layers))} layers"
     if program.counted:
         yield "  counted, not compiled: temporaries and times are estimates, the rest is exact"
-        yield "  (training of the shipped pod files: 0.3 to 0.9 and 0.4 to 1.03 times as compiled)"
+        yield "  (training of shipped pod files: 0.34 to 0.95 and 0.42 to 1.02 times as compiled)"
     elif program.roofline_seconds is None or program.bound is None:
         yield "  XLA ran out of memory; operations and time are unknown"
         return

@@ -136,8 +136,9 @@ def _metrics(config: Config) -> list[str]:
     """Rows of the run's summary, or of its newest record; one line where there is neither."""
     directory = Path(config.run.dir or "")
     record = read_summary(directory)
-    if not record and (records := read_jsonl(directory / "metrics.jsonl")):
-        record = records[-1]
+    if not record:
+        lines = read_jsonl(directory / "metrics.jsonl")
+        record = next((line for line in reversed(lines) if "step" in line), {})
     evaluated = record.pop("eval_after", None) or {}
     record |= {f"eval {key}": value for key, value in evaluated.items()}
     numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and v is not True}

@@ -232,7 +232,7 @@ class RunWriter:
             self._append("metrics.jsonl", [self._header])
 
     def truncate_after(self, step: int, unwritten: Mapping[str, str] | None = None) -> None:
-        """Removes records after a step, before those steps run again.
+        """Removes records after a step, before those steps run again, and tells trackers of it.
 
         Call it once when resuming from a checkpoint, with the checkpoint's step; -1 removes all
         records. The header stays and gets an entry in ``resumed``.
@@ -271,6 +271,8 @@ class RunWriter:
             raise StorageError(
                 f"{self.dir}: the logs cannot be written ({error.strerror}); free disk space"
             ) from error
+        for i, sink in enumerate(self._sinks):
+            self._guard(i, sink.truncate_after, step)
 
     def last_evaluation(self, step: int) -> dict[str, Any]:
         """The final evaluation of a run at a step, as a record; only the step if there is none.

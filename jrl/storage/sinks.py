@@ -23,11 +23,14 @@ class Sink(NamedTuple):
       name: for warnings.
       log: (numbers by name, step) -> logs them.
       close: flushes, and marks the run as finished.
+      truncate_after: (step) -> hides records of later steps, which run again. By default nothing
+        is hidden.
     """
 
     name: str
     log: Callable[[dict[str, float], int], object]
     close: Callable[[], object]
+    truncate_after: Callable[[int], object] = lambda step: None
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Logs a record: ``step`` and numbers by name; what is no number is skipped."""
@@ -86,14 +89,30 @@ def _open(target: str, config: Config, directory: Path) -> Sink:
 
 def _open_tensorboard(package: Any, project: str, config: Config, directory: Path) -> Sink:
     """Event files in ``RUN/tensorboard``, written by tensorboardX."""
-    writer = package.SummaryWriter(str(directory / "tensorboard"))
+    place = directory / "tensorboard"
+    place.mkdir(exist_ok=True)
+    # Opened by the first call, because a file says at its beginning which step a run resumes from.
+    writers: list[Any] = []
+
+    def truncate_after(step: int) -> None:
+        # The suffix, because names have seconds, and a file of the same name would be overwritten.
+        suffix = f".after{step}"
+        writers.append(
+            package.SummaryWriter(str(place), purge_step=step + 1, filename_suffix=suffix)
+        )
 
     def log(numbers: dict[str, float], step: int) -> None:
+        if not writers:
+            writers.append(package.SummaryWriter(str(place)))
         for name, value in numbers.items():
-            writer.add_scalar(name, value, step)
-        writer.flush()
+            writers[-1].add_scalar(name, value, step)
+        writers[-1].flush()
 
-    return Sink("TensorBoard", log, writer.close)
+    def close() -> None:
+        for writer in writers:
+            writer.close()
+
+    return Sink("TensorBoard", log, close, truncate_after)
 
 
 def _open_wandb(package: Any, project: str, config: Config, directory: Path) -> Sink:

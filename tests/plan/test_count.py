@@ -1,6 +1,7 @@
 """Plans by counting: within seconds, and near the compiled plans of the shipped pod files."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from typer.testing import CliRunner
 from jrl.cli.app import app
 from jrl.config import build_config, load_config
 from jrl.errors import UserError
-from jrl.plan import as_text, make_plan, parse_topology
+from jrl.plan import as_text, make_plan, parse_topology, text
 from jrl.plan import compile as plan
+from jrl.plan.records import Program
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 COMPILED = json.loads((CONFIGS.parent / "benchmarks/pods.json").read_text())
@@ -130,6 +132,36 @@ def test_parts_that_are_sampled_in_turn_further_groups_and_likelihoods_are_count
 def test_the_time_of_compiling_follows_from_that_of_lowering():
     assert plan.compile_estimate("train_step", 4.0, 0.0) == "about 7 min"
     assert plan.compile_estimate("resharding", 0.1, -1.0) == "about 10 s"
+
+
+def test_the_text_says_how_far_counted_plans_are_off_as_the_page_does():
+    """The page's columns are times of the sampler and of training, and training's temporaries."""
+    page = (CONFIGS / "README.md").read_text()
+    rows = re.findall(r"^\| `pod_[\w.]+\.toml` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.M)
+    assert len(rows) == len(PODS)
+    _, times, temporaries = ((min(column), max(column)) for column in zip(*rows, strict=True))
+    expected = "{} to {} and {} to {} times as compiled".format(*temporaries, *times)
+    figures = Program({"total": 1.0}, True, *[None] * 5, 0.0, counted=True)
+    assert expected in "\n".join(text._program("train", figures, parse_topology("v5e:4x4"), 1.0))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--search --quick", "--quick has no effect with --search; remove one of them"),
+        ("--few-layers --search", "--few-layers has no effect with --search"),
+        ("--few-layers --quick", "--few-layers has no effect with --quick"),
+        ("--effort=-1 --quick", "--effort has no effect with --quick"),
+        ("--quick --candidates 3", "--candidates limits a search; add --search, or remove"),
+        ("--seconds 3", "--seconds limits a search; add --search, or remove --seconds"),
+    ],
+)
+def test_options_that_would_not_be_read_are_refused(options, message, monkeypatch):
+    for name in ("make.make_plan", "search.search"):
+        monkeypatch.setattr(f"jrl.plan.{name}", None)  # not reached
+    done = CliRunner().invoke(app, ["plan", str(CONFIGS / "tiny.toml"), *options.split()])
+    assert done.exit_code == 2
+    assert message in done.output
 
 
 @needs_libtpu

@@ -17,6 +17,7 @@ from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.run.model_card import base_license, model_card
 from jrl.run.push import check_push, push_directory
+from jrl.storage.metrics import RunWriter
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -175,6 +176,12 @@ def test_a_card_says_what_was_trained_on_what_and_how(tmp_path):
     assert "rewards.py:right" in command
     assert "optimizer.learning_rate=3e-06" in command
     assert str(tmp_path) not in text
+
+
+def test_a_card_of_step_0_has_no_metrics(tmp_path):
+    config = load_config(None, [f'run.dir="{tmp_path}"'])
+    RunWriter(config)
+    assert "The run has recorded none." in model_card(config, step=0, name="me/mine")
 
 
 def test_the_license_is_that_of_the_base_where_it_is_known(base, monkeypatch, tmp_path):

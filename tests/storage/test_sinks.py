@@ -45,6 +45,35 @@ def test_tensorboard_events_are_written(tmp_path):
     assert b"kl" not in content
 
 
+@pytest.mark.extra("tensorboard")
+def test_tensorboard_hides_the_steps_that_a_resumed_run_runs_again(tmp_path):
+    config = config_in(tmp_path, "log.to=tensorboard")
+    for resumed_from, steps in ((None, (1, 2, 3)), (1, (2,))):
+        writer = RunWriter(config)
+        if resumed_from is not None:
+            writer.truncate_after(resumed_from)
+        for step in steps:
+            writer.write(step, {"loss": 0.5})
+        writer.close()
+    events = [
+        event for path in sorted((tmp_path / "tensorboard").iterdir()) for event in read(path)
+    ]
+    starts = [event.step for event in events if event.HasField("session_log")]
+    assert starts == [2]  # events from this step on are dropped, of the files before
+    assert [event.step for event in events if event.HasField("summary")] == [1, 2, 3, 2]
+
+
+def read(path):
+    """The events of a file: each has 12 bytes of length and checksum in front, and 4 behind."""
+    from tensorboardX.proto import event_pb2
+
+    content = path.read_bytes()
+    while content:
+        size = int.from_bytes(content[:8], "little")
+        yield event_pb2.Event.FromString(content[12 : 12 + size])
+        content = content[16 + size :]
+
+
 class FakeRun:
     def __init__(self):
         self.logged, self.finished = [], False
