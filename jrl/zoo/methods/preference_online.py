@@ -27,7 +27,7 @@ from jrl.objectives.kl import bounded_exp
 from jrl.objectives.members import GroupLoss, Members, over_group, over_sequence, spoilt
 from jrl.objectives.pairs import Side, sigmoid
 from jrl.objectives.transforms import stateless
-from jrl.types import Array, Batch, Statistic, Stats, Transform
+from jrl.types import Array, Batch, Statistic, Stats, Transform, opinions
 from jrl.zoo.methods.preference import trusted
 from jrl.zoo.methods.rlhf import length_cost
 
@@ -402,7 +402,8 @@ def easy_pairs(share: float, min_certainty: float) -> Transform:
       share: of the pairs that most passes do not order the other way round, the part drawn
         without replacement, in proportion to 1 - BALD (nats), BALD = H(mean of p_t) - mean of
         H(p_t).
-      min_certainty: pairs with less than this of 1 - BALD / log 2 are left out beforehand.
+      min_certainty: pairs with less than this of 1 - BALD / log 2 are left out beforehand, as are
+        those of which a pass has no opinion.
 
     Returns:
       A transform after ``comparisons.best_and_worst``, rounding the number drawn up. A NaN reward
@@ -421,6 +422,9 @@ def easy_pairs(share: float, min_certainty: float) -> Transform:
         p = sigmoid(of(best) - of(worst))
         silent = batch.reward_weights == 0
         passes = silent | ~silent.any()
+        known = opinions(batch.rewards, batch.ids)
+        # A member that a pass has not read has no gap there, and a reward of 0.
+        unread = ((best | worst)[:, :, None] & ~known & passes[None, None]).any(axis=(1, 2))
 
         def mean(values: Array) -> Array:  # over passes
             return jnp.where(passes[None], values, 0).sum(axis=1) / passes.sum()
@@ -431,7 +435,7 @@ def easy_pairs(share: float, min_certainty: float) -> Transform:
         against = mean((p < 0.5).astype(jnp.float32)) > 0.5
         unsure = 1 - bald / jnp.log(2.0) < min_certainty
         paired = best.any(axis=1) & worst.any(axis=1)  # not so where a score is NaN
-        eligible = paired & ~against & ~unsure
+        eligible = paired & ~against & ~unsure & ~unread
         # The greatest of log w + Gumbel noise are a draw without replacement in proportion to w.
         seeds = jnp.where(best, batch.ids.get("tie_breaker", 0), 0).sum(axis=1).astype(jnp.uint32)
         noise = jax.vmap(lambda seed: jax.random.gumbel(jax.random.key(seed)))(seeds)

@@ -24,6 +24,7 @@ from preferences import (
 
 from jrl.methods import get_method
 from jrl.objectives import compute_advantages
+from jrl.types import SILENT
 from jrl.zoo.methods.preference_online import self_feedback, win_rates
 
 
@@ -220,13 +221,19 @@ def test_upo_s_passes_are_the_parts_without_weight_where_one_ranks():
     both_parts = as_batch(d).replace(rewards=jnp.asarray(parts))
 
     @jax.jit
-    def left(weights):
-        batch = both_parts.replace(reward_weights=weights)
+    def left(weights, silent):
+        batch = both_parts.replace(
+            reward_weights=weights, ids={**both_parts.ids, SILENT: jnp.asarray(silent)}
+        )
         return compute_advantages(objective, batch, objective.init())[1].members.any(axis=1)
 
-    assert left(jnp.array([1.0, 0.0, 0.0])).tolist() == [True, False, True]
+    all_say, one = np.zeros((3, 2), np.int32), jnp.array([1.0, 0.0, 0.0])
+    assert left(one, all_say).tolist() == [True, False, True]
     # where all have a weight, all are passes: the second pair is ranked by the sum
-    assert left(jnp.ones(3)).tolist() == [True, True, True]
+    assert left(jnp.ones(3), all_say).tolist() == [True, True, True]
+    # the last pass has not read a member of the first pair, and the first part is no pass
+    unread = np.array([[4, 0], [0, 0], [1, 1]], np.int32)
+    assert left(one, unread).tolist() == [False, False, True]
 
 
 def test_upo_may_leave_out_uncertain_pairs():
