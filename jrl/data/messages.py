@@ -32,6 +32,7 @@ from jrl.types import NOTHING
 
 _dumps = functools.partial(json.dumps, ensure_ascii=False)
 Messages = list[dict[str, Any]]
+_THINK = "<think>"
 
 
 def read_messages(value: Any, name: str, where: str) -> Messages:
@@ -352,11 +353,22 @@ def after_prompt(
       (text, token ids).
     """
     if not conversation.startswith(prompt):
+        answer = without_repeated_mark(prompt, answer)
         return answer, tokenizer.encode(answer)
     answer = conversation[len(prompt) :]
     if isinstance(tokenizer, FileTokenizer):
         return answer, tokenizer.encode_after(prompt, answer)
     return answer, tokenizer.encode(answer)
+
+
+def without_repeated_mark(prompt: str, answer: str) -> str:
+    r"""An answer without the mark that begins a thought, where the prompt ends with it already.
+
+    >>> without_repeated_mark("<|assistant|><think>\n", "<think>\na</think>b")
+    'a</think>b'
+    """
+    begun = prompt.rstrip().endswith(_THINK) and answer.lstrip().startswith(_THINK)
+    return answer.lstrip()[len(_THINK) :].removeprefix("\n") if begun else answer
 
 
 def end_of_turn(tokenizer: Tokenizer, template: str) -> int:

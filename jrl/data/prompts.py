@@ -14,7 +14,7 @@ from jrl.data.answers import find_answer
 from jrl.data.datasets import Dataset
 from jrl.data.fields import check_fields, layout, look_up
 from jrl.data.invalid import Overlong, TooLong, read_rows
-from jrl.data.messages import Wording, end_of_turn, read_tools
+from jrl.data.messages import Wording, end_of_turn, read_tools, without_repeated_mark
 from jrl.errors import UserError
 from jrl.models.chat_frames import refuse_controls
 from jrl.models.tokenizer import Tokenizer
@@ -164,17 +164,18 @@ class _Reader:
             tokens=np.array(ids, np.int32),
             answer=answer,
             meta={k: v for k, v in row.items() if k not in usual},
-            solution=self._solution(row, where),
+            solution=self._solution(row, text, where),
             messages=() if isinstance(question, str) else tuple(messages),
             question=question if isinstance(question, str) else "",
         )
 
-    def _solution(self, row: Mapping[str, Any], where: str) -> np.ndarray | None:
+    def _solution(self, row: Mapping[str, Any], prompt: str, where: str) -> np.ndarray | None:
         """[s] int32: the tokens of the row's completions, one after the other; None for none."""
         if (key := self.solution_key) is None:
             return None
         texts = _listed(row, key, self.solutions, where)
-        return np.concatenate([_solution(row, key, where, self.wording, text) for text in texts])
+        each = [_solution(row, key, prompt, where, self.wording, text) for text in texts]
+        return np.concatenate(each)
 
 
 def _too_long(where: str, tokens: int, limit: int) -> TooLong:
@@ -288,6 +289,7 @@ def _plain(value: Any) -> Any:
 def _solution(
     row: Mapping[str, Any],
     key: str,
+    prompt: str,
     where: str,
     wording: Wording,
     solution: Any,
@@ -301,7 +303,7 @@ def _solution(
             f"{where}: there is no field {key!r}; set data.fields.solution to one of"
             f" {', '.join(row)}"
         )
-    solution = _spoken(solution, key, where)
+    solution = without_repeated_mark(prompt, _spoken(solution, key, where))
     if not solution.strip():
         raise UserError(f"{where}: {key} is empty; every row needs a solution to learn from")
     tokenizer = wording.tokenizer

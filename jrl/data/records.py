@@ -271,13 +271,31 @@ def _pair(row: Mapping[str, Any], where: str, plain: bool) -> Record:
     else:
         size = 0
     if size:
-        prompt, chosen, rejected = chosen[:size], chosen[size:], rejected[size:]
+        prompt = _whole_prompt(prompt, chosen[:size], where)
+        chosen, rejected = chosen[size:], rejected[size:]
     if prompt is None:
         raise UserError(
             f"{where}: there is no prompt, and chosen and rejected have no common beginning; give "
             "the field prompt"
         )
     return Record(prompt, {"chosen": chosen, "rejected": rejected}, (1.0, 0.0))
+
+
+def _whole_prompt(prompt: Any, shared: Any, where: str) -> Any:
+    """What stands before the answers: the common beginning of both, and the row's own prompt.
+
+    The beginning repeats the prompt, or the end of it behind a system message; or it continues the
+    prompt, with the assistant's turn.
+    """
+    if prompt is None or isinstance(shared, str):
+        return shared
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    before = read_messages(prompt, "prompt", where)
+    if before[-len(shared) :] == shared:
+        return before
+    continues = shared[0]["role"] == "assistant"
+    return [*before, *shared] if continues and shared[: len(before)] != before else shared
 
 
 def _shared(a: Sequence[Any], b: Sequence[Any]) -> int:

@@ -131,9 +131,14 @@ def _coder_rules(name: str, schema: Mapping[str, Any], rule: str, literal: Liter
 
 
 def _coder_value(schema: Any) -> str:
-    if allowed_kinds(schema) != {"string"}:
+    kinds, root = allowed_kinds(schema), schema
+    if "string" not in kinds:
         return json_expression(schema)
     schema = resolved(schema, schema)
+    for word in ("anyOf", "oneOf"):  # such as a text or null, the text without quotes
+        if isinstance(options := schema.get(word), list):
+            shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+            return "(" + " | ".join(_coder_value({**shared, **option}) for option in options) + ")"
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if values is not None:
         if not all(isinstance(v, str) and v and "<" not in v for v in values) or not values:

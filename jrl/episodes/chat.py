@@ -90,9 +90,15 @@ class PlainFormat(NamedTuple):
             [] if self.tools is None else self.tokenizer.encode_plain(f"{self.tools.text}\n\n")
         )
         return [
+            *self.begin(),
             *description,
             *(i for m in messages for i in self.tokenizer.encode_plain(m["content"])),
         ]
+
+    def begin(self) -> list[int]:
+        """The ids that the tokenizer puts before a text, such as BOS."""
+        added = self.tokenizer.encode("", add_special=True)
+        return [i for i in added if i not in self.tokenizer.stop_ids]
 
     def following(
         self, messages: Sequence[Message], *, closed: bool, first: bool = True

@@ -229,12 +229,12 @@ class _Plain(NamedTuple):
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """The policy's input before an answer."""
-        ids: list[int] = []
+        ids = PlainFormat(self.tokenizer).begin()
         for message in messages:
             if message["role"] == ASSISTANT:
                 ids += self.turn((), message)
             else:
-                ids += PlainFormat(self.tokenizer).opening([message])
+                ids += self.tokenizer.encode_plain(message["content"])
         return ids
 
     def turn(self, before: Sequence[Message], message: Message) -> list[int]:

@@ -170,8 +170,10 @@ class _Pool:
     async def init(self, prompt: Prompt, seed: int) -> tuple[_Process, Any]:
         """See ``HostEnv``; the state is the process."""
         await self._gate.enter()
-        problem = {n: getattr(prompt, n) for n in ("id", "text", "answer")}
-        problem["meta"] = {**prompt.meta}
+        problem = {n: getattr(prompt, n) for n in ("id", "text", "answer", "question")}
+        problem |= {"meta": {**prompt.meta}, "messages": [dict(m) for m in prompt.messages]}
+        solution = None if prompt.solution is None else prompt.solution.tolist()
+        problem |= {"tokens": prompt.tokens.tolist(), "solution": solution}
         process = None
         try:
             process = await self._take()

@@ -102,6 +102,26 @@ def test_longer_conversations_keep_every_turn_in_the_prompt():
     assert texts(pair)[1] == ["4?", "5?"]
 
 
+WHY = {"role": "user", "content": "why"}
+BEFORE = {  # prompt, what both answers begin with -> the prompt
+    "a system message and the question again": (
+        [{"role": "system", "content": "s"}, Q],
+        [Q],
+        "s:s?;u:2+2?;a:",
+    ),
+    "the conversation goes on": ([Q], [A, WHY], "u:2+2?;a:4?;u:why?;a:"),
+    "as text": ("2+2", [A, WHY], "u:2+2?;a:4?;u:why?;a:"),
+    "the whole conversation again": ([Q], [Q, A, WHY], "u:2+2?;a:4?;u:why?;a:"),
+}
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_the_prompt_of_a_row_is_kept_before_what_answers_begin_with(name):
+    prompt, shared, expected = BEFORE[name]
+    (pair,), _ = read({"prompt": prompt, "chosen": [*shared, A], "rejected": [*shared, B]})
+    assert texts(pair) == (expected, ["4?", "5?"])
+
+
 def test_labels_and_lists_are_groups_of_one_and_of_many():
     row = {"prompt": "2+2", "completion": "4"}
     rows, counts = read({**row, "label": True}, {**row, "label": 0})

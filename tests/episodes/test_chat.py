@@ -5,11 +5,31 @@ import re
 import pytest
 
 from jrl.episodes.chat import ChatFormat, PlainFormat
+from jrl.episodes.dialogues import _Plain
 from jrl.episodes.host import ChatOptions, HostEnv, format_of
 from jrl.episodes.parsers import PARSERS
 from jrl.errors import UserError
 from jrl.models.chat_frames import Frames, conversation_ids
 from jrl.models.tokenizer import char_tokenizer
+
+
+class Begins:
+    """A tokenizer that puts a token before a text, as Llama 3's does."""
+
+    stop_ids = (2,)
+
+    def encode(self, text, *, add_special=False):
+        return [9] * add_special + self.encode_plain(text)
+
+    def encode_plain(self, text):
+        return [1] * len(text)
+
+
+def test_a_plain_opening_begins_as_prompts_do():
+    messages = [{"role": "user", "content": "ab"}, {"role": "user", "content": "c"}]
+    assert PlainFormat(Begins()).opening(messages) == [9, 1, 1, 1]
+    assert _Plain(Begins()).prompt(messages) == [9, 1, 1, 1]
+
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
 USER = {"role": "user", "content": "What is it?"}

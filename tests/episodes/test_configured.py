@@ -23,6 +23,7 @@ from jrl.episodes.host import ChatOptions, Feedback, HostEnv, Limits
 
 def make(word="hey", turns=2):
     async def init(prompt, seed):
+        assert (prompt.question, len(prompt.messages), len(prompt.tokens)) == ("why?", 0, 0)
         return {"said": 0}, [{"role": "user", "content": f"{word} {os.getpid()}"}]
 
     def step(state, reply):
@@ -44,7 +45,7 @@ def make(word="hey", turns=2):
 def slow(call_seconds):
     return make()._replace(limits=Limits(call_seconds=2 * call_seconds))
 """
-PROMPT = Prompt(1, "you", np.zeros(0, np.int32), None, {})
+PROMPT = Prompt(1, "you", np.zeros(0, np.int32), None, {}, question="why?")
 
 
 @pytest.fixture

@@ -81,6 +81,13 @@ def test_words_are_no_call(family):
         assert PARSERS[family].parse(text, {}) == ()
 
 
+@pytest.mark.parametrize("between", ["; ", ",", "\n"])
+def test_calls_behind_a_tag_are_divided_as_others(between):
+    one, two = ('{"name": "%s", "parameters": {}}' % name for name in "ab")  # noqa: UP031
+    text = f"<|python_tag|>{one}{between}{two}<|eom_id|>"
+    assert [call.name for call in PARSERS["llama3"].parse(text, {"a": {}, "b": {}})] == ["a", "b"]
+
+
 def test_several_calls_in_order():
     calls = (ADD, Call("sub", {"s": "a < b"}))
     for family, parser in PARSERS.items():

@@ -358,8 +358,9 @@ def test_the_grammar_of_every_family_is_read_by_its_parser(family):
                 "note": SHORT,
                 "list": {"type": "array", "items": {"enum": ["a", 1, None]}, "maxItems": 2},
                 "kind": {"type": "string", "enum": ["up", "down"]},
+                "side": {"anyOf": [{"type": "string", "enum": ["left"]}, {"type": "null"}]},
             },
-            "required": ["flag", "kind"],
+            "required": ["flag", "kind", "side"],
             "additionalProperties": False,
         },
     }

@@ -44,7 +44,7 @@ def _calls_between(text: str, start: int, limit: int, schemas: Schemas) -> Itera
         at = tag + len(_TAG)
         value, end = json_at(text, at)
         yield Part(tag, end, call_of(value))
-        at = limit if isinstance(value, Malformed) else end
+        at = limit if isinstance(value, Malformed) else _behind(text, end)
     elif not text.startswith("{", at):
         at = _line_of_call(text, at, limit, schemas)
     while at < limit and OBJECT.match(text, at):
@@ -54,9 +54,14 @@ def _calls_between(text: str, start: int, limit: int, schemas: Schemas) -> Itera
         yield Part(at, end, call_of(value))
         if isinstance(value, Malformed):
             return
-        at = end
-        while at < len(text) and (text[at].isspace() or text[at] in ";,"):
-            at += 1
+        at = _behind(text, end)
+
+
+def _behind(text: str, at: int) -> int:
+    """The place of what follows a call: spaces, and signs that divide calls, are skipped."""
+    while at < len(text) and (text[at].isspace() or text[at] in ";,"):
+        at += 1
+    return at
 
 
 def _line_of_call(text: str, at: int, limit: int, schemas: Schemas) -> int:
