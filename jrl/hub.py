@@ -351,15 +351,15 @@ def _card(directory: Path | None) -> dict[str, Any]:
 
 def _listed(name: HubName) -> tuple[str | None, list[str]] | None:
     """The revision of a data set and all its files; None where neither Hub nor cache tells."""
-    kept = _listed_in_cache(name)
-    if offline() or (name.pinned and kept is not None):
-        return kept
+    cached = _listed_in_cache(name)
+    if offline() or (name.pinned and cached is not None):
+        return cached
     from huggingface_hub import HfApi
 
     try:
         info = HfApi().dataset_info(name.repo, revision=name.revision)
     except Exception:  # whatever is wrong, the cache is asked next and says what
-        return kept
+        return cached
     return str(info.sha), [str(file.rfilename) for file in info.siblings or ()]
 
 

@@ -203,12 +203,12 @@ def plan(
 
     Example: jrl plan configs/pod_8b_v5e.toml --quick
     """
-    given = {"--search": search, "--quick": quick, "--few-layers": few_layers}
-    given |= {"--effort": effort is not None}
+    flags = {"--search": search, "--quick": quick, "--few-layers": few_layers}
+    flags |= {"--effort": effort is not None}
     limits: dict[str, Any] = {"limit": candidates, "seconds": seconds}
     limits = {name: value for name, value in limits.items() if value is not None}
     for one, other in _UNREAD:
-        if given[one] and given[other]:
+        if flags[one] and options[other]:
             raise UserError(f"{other} has no effect with {one}; remove one of them")
     if limits and not search:
         name = "--seconds" if candidates is None else "--candidates"

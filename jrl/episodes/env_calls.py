@@ -103,23 +103,15 @@ async def try_turn(
         state, _, _ = await call_init(env, chat, prompt, 0, longest)
     except FormError as error:
         return f"init: {error}"
-    failure: Exception | None = None
     try:
-        state, _, _, _ = await call_step(env, chat, tokenizer, state, 0, tokens, False)
-    except Exception as error:
-        failure = error
-    except BaseException:  # it has no time left
-        with contextlib.suppress(Exception):
+        await call_step(env, chat, tokenizer, state, 0, tokens, False)
+    except BaseException as error:  # also where it is out of time
+        with contextlib.suppress(Exception):  # the turn's error says more
             await run_either(env.close, state)
+        if isinstance(error, FormError):
+            return f"step: {error}"
         raise
-    try:
-        await run_either(env.close, state)
-    except Exception as error:
-        failure = failure or error  # the turn's says more than that its environment does not close
-    if isinstance(failure, FormError):
-        return f"step: {failure}"
-    if failure is not None:
-        raise failure
+    await run_either(env.close, state)
     return ""
 
 

@@ -215,8 +215,8 @@ def _scores_of(
     for place, i in enumerate(rows.tolist()):
         present = np.flatnonzero(asks[i]).tolist()
         members = [j for j in present if giver.rules.asks(samples[i, j])]
-        together = [members] if members else []  # nobody of a group may be asked for
-        for unit in together if giver.by_group else [[j] for j in members]:
+        whole_group = [members] if members else []  # a group may have nobody to judge
+        for unit in whole_group if giver.by_group else [[j] for j in members]:
             places.append([(place, j) for j in unit])
             units.append([samples[i, j] for j in unit])
     results, counts = giver.points(units)

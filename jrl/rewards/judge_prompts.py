@@ -137,10 +137,10 @@ def asks_with_reference(options: Mapping[str, Any]) -> bool:
     if form == "pairwise" and options.get("against", "reference") == "reference":
         return True
     try:
-        asked = options.get("template") or text_of(form).template
+        template = options.get("template") or text_of(form).template
     except UserError:  # whoever asks names the mistake
         return False
-    return "{reference}" in f"{options.get('system', '')}{asked}"
+    return "{reference}" in f"{options.get('system', '')}{template}"
 
 
 def check_template(table: JudgeTable, columns: Iterable[str], key: str) -> None:

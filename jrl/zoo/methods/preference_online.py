@@ -422,9 +422,9 @@ def easy_pairs(share: float, min_certainty: float) -> Transform:
         p = sigmoid(of(best) - of(worst))
         silent = batch.reward_weights == 0
         passes = silent | ~silent.any()
-        known = opinions(batch.rewards, batch.ids)
+        has_opinion = opinions(batch.rewards, batch.ids)
         # A member that a pass has not read has no gap there, and a reward of 0.
-        unread = ((best | worst)[:, :, None] & ~known & passes[None, None]).any(axis=(1, 2))
+        unread = ((best | worst)[:, :, None] & ~has_opinion & passes[None, None]).any(axis=(1, 2))
 
         def mean(values: Array) -> Array:  # over passes
             return jnp.where(passes[None], values, 0).sum(axis=1) / passes.sum()
