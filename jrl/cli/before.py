@@ -208,7 +208,7 @@ def plan(
     limits: dict[str, Any] = {"limit": candidates, "seconds": seconds}
     limits = {name: value for name, value in limits.items() if value is not None}
     for one, other in _UNREAD:
-        if flags[one] and options[other]:
+        if flags[one] and flags[other]:
             raise UserError(f"{other} has no effect with {one}; remove one of them")
     if limits and not search:
         name = "--seconds" if candidates is None else "--candidates"
