@@ -27,7 +27,7 @@ ENVS: dict[str, str] = {
 own; those of other libraries take one of the library's names as ``id``."""
 
 
-def get_env(name: str, **options: Any) -> Env:
+def get_env(name: str, /, **options: Any) -> Env:
     """The environment of that name, checked.
 
     Args:

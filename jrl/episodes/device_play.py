@@ -162,7 +162,9 @@ def _turns(env: Env, network: Network, several: Stack | None) -> Turns:
             log=empty_log(env, rows),
         )
         # Rows reach their own columns at their own time, once replies differ in length.
-        return queue.replace(extra=table, slots=queue.slots.replace(aligned=env.turns == 1))
+        # As they do where slots are refilled.
+        aligned = queue.slots.aligned and env.turns == 1
+        return queue.replace(extra=table, slots=queue.slots.replace(aligned=aligned))
 
     def limits(queue: Queue) -> Array:
         return queue.extra.begin[queue.index] + env.turn_tokens

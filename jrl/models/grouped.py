@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jrl.errors import unknown_choice
 from jrl.mesh import platform
+from jrl.models import gpu
 from jrl.models.collectives import gathered, sum_scattered
 from jrl.models.matmul import PRODUCT
 from jrl.types import Array
@@ -145,7 +146,7 @@ def _choose(options: _Options, kernels: dict[str, Callable[..., Array]], *args: 
     if kernel == "auto":
         # XLA's ragged products on TPUs are fast for rows times matrices only; see ``KERNELS``.
         on_tpu = "megablox" if kernels is _KERNELS_BY_GROUP else "ragged"
-        on_gpu = "triton" if args[0].dtype.itemsize == 2 else "ragged"
+        on_gpu = "triton" if args[0].dtype.itemsize == 2 and gpu.new_enough() else "ragged"
         kernel = {"cpu": "blocks", "tpu": on_tpu, "gpu": on_gpu}.get(where, "ragged")
     run = kernels[kernel]
     if kernel in _PALLAS:

@@ -170,7 +170,10 @@ def _advance_turns(
     def more(carry: tuple[Array, Queue]) -> Array:
         done_steps, queue = carry
         running = jnp.sum(queue.slots.stop == StopReason.RUNNING)
-        return (done_steps < steps) & (running > until)
+        # Rows wait for their answers, so they may need more steps than they have columns; they end
+        # by their turns. The bound is for sequences that wait for a slot.
+        waiting = queue.waiting < queue.results.lengths.shape[0]
+        return ((done_steps < steps) | ~waiting) & (running > until)
 
     def one(carry: tuple[Array, Queue]) -> tuple[Array, Queue]:
         done_steps, queue = carry

@@ -87,14 +87,16 @@ class Grammars:
         Raises:
           UserError: the grammar is wrong or cannot be satisfied.
         """
-        # Held while compiling, too: two requests with one new schema compile it once.
         with self._lock:
             compiled = self._compiled.pop(grammar, None)
-            if compiled is None:
-                text = self._library.LLMatcher.grammar_from_lark(grammar)
-                compiled = self._library.LLMatcher(self._compiler, text, log_level=0)
-            if problem := compiled.get_error():
-                raise UserError(_plain(problem))
+        if compiled is None:
+            # Not under the lock, for which the thread that decodes would wait; two requests with
+            # one new schema may compile it twice.
+            text = self._library.LLMatcher.grammar_from_lark(grammar)
+            compiled = self._library.LLMatcher(self._compiler, text, log_level=0)
+        if problem := compiled.get_error():
+            raise UserError(_plain(problem))
+        with self._lock:
             self._compiled[grammar] = compiled
             if len(self._compiled) > _REMEMBERED:
                 self._compiled.popitem(last=False)

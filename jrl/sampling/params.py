@@ -132,7 +132,7 @@ def kept_tokens(scaled: Array, sampling_params: SamplingParams) -> Array:
         mask = scaled >= cut[:, None]
     if sampling_params.floors:
         peak = jnp.max(scaled, axis=-1, keepdims=True)
-        floor = jnp.log(jnp.maximum(min_p, 1e-30))[:, None]
+        floor = jnp.where(min_p > 0, jnp.log(jnp.maximum(min_p, 1e-30)), -jnp.inf)[:, None]
         mask &= scaled - peak >= floor
     return mask
 

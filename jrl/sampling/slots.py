@@ -212,7 +212,7 @@ def decode(
 
     one_token = partial(_one_token, weights, stops, first, network, idle, measure)
     # Steps between two looks at the end: a number that is known, and no more than there are.
-    at_once = min(gpu.steps_at_once(), steps if isinstance(steps, int) else at_once)
+    at_once = gpu.block_of(steps) if isinstance(steps, int) else min(gpu.steps_at_once(), at_once)
 
     def several(carry: tuple[Array, Slots, Array]) -> tuple[Array, Slots, Array]:
         # Steps beyond the end draw nothing, so that it is exact. While slots are idle the others

@@ -32,8 +32,16 @@ ROUTER = RouterTraining()
 """Routers without losses of their own."""
 
 
-def routed_tokens(batch: Batch) -> Array:
-    """[] float32: tokens that go through the network, each shared prompt counted once."""
+def routed_tokens(batch: Batch, *, shared: bool = True) -> Array:
+    """[] float32: tokens that go through the network.
+
+    Args:
+      batch: whole.
+      shared: whether the members of a group share their prompt, which then counts once, without its
+        last token; else each reads all of it.
+    """
+    if not shared:
+        return (batch.prompt_lengths[:, None] + batch.lengths).sum().astype(jnp.float32)
     prompts = (batch.prompt_lengths - 1).sum()
     if batch.packing is not None:
         return (prompts + (batch.packing.members >= 0).sum()).astype(jnp.float32)

@@ -294,6 +294,15 @@ def live_statistics(
     )
 
 
+def _shares_prompts(parts: Parts) -> bool:
+    """Whether the rows of a gradient share their prompts, as ``score`` lays them out."""
+    over_values = any(s.over == "values" for s in parts.objective.statistics)
+    value = parts.value if over_values or "values" in parts.objective.needs else None
+    return parts.network.extras.hidden_shared is not None and (
+        value is None or value.apply_shared is not None
+    )
+
+
 def draw_tie_breakers(key: Array, n: int, g: int) -> Array:
     """[N, G] int32, at least 0: a number of each member that depends on its place alone."""
 
@@ -329,7 +338,8 @@ def _gradient(
         mean = combine_terms(objective, terms, objective_state)
         if router:
             # By the tokens of the minibatch, for the same reason as the counts above.
-            more, router = router_loss(parts.router, router, routed_tokens(minibatch))
+            tokens = routed_tokens(minibatch, shared=_shares_prompts(parts))
+            more, router = router_loss(parts.router, router, tokens)
             mean += more
         share = {"loss": (mean, jnp.float32(1 / microbatches))}
         return mean, (drift(stats, batch) | sums | share, router)

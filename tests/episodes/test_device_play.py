@@ -188,6 +188,34 @@ def test_episodes_do_not_depend_on_the_slots(sizes):
     assert steps >= expected.rollout.mask.sum()
 
 
+def played(env, **plan):
+    args = KEY, params(), starts(), SAMPLING, jnp.int32(6), 10 + jnp.arange(N)
+    episodes, _ = play(*args, env=env, network=NETWORK, slots=SlotPlan(**plan), group=G)
+    return jax.device_get(episodes)
+
+
+def test_episodes_of_one_turn_do_not_depend_on_the_slots():
+    """Refilled slots begin at columns of their own, whatever the number of turns."""
+    env = echo_env(turns=1, turn_tokens=6).check()
+    assert_same(played(env, slots=5, chunk=2), played(env))
+
+
+def test_every_episode_ends_where_turns_wait_for_the_end_of_a_chunk():
+    """A turn of five tokens takes two chunks of four steps: more steps than there are columns."""
+    step = echo_env().step
+    sizes = {"turns": 6, "turn_tokens": 5, "reply_tokens": 0}
+    env = echo_env(**sizes, step=lambda *args: _going_on(step(*args))).check()
+    episodes = played(env, chunk=4)
+    assert (episodes.rollout.stop != StopReason.RUNNING).all()
+    assert (episodes.turns == 6).all()
+
+
+def _going_on(result):
+    state, turn = result
+    turn = turn.replace(done=jnp.zeros((), bool), count=jnp.int32(0), reply=turn.reply[:0])
+    return state, turn
+
+
 def assert_same(got, expected):
     mask, rollout = expected.rollout.mask, expected.rollout
     for name in ("lengths", "mask", "versions", "stop"):

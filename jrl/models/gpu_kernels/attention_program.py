@@ -104,7 +104,7 @@ def _attend_prompt(ins: dict, outs: dict, chunk: Any, tile: Any, z: Sizes) -> No
     if z.scores.window is not None:
         # Rows of a prompt are at positions of their own: what the earliest sees is read, and each
         # row masks what is too old for it.
-        position = plgpu.load(place(ins["positions"], member))
+        position = plgpu.load(place(ins["positions"], member), mask=real, other=0)
         oldest = position - z.scores.window + 1
     peak, total, values = _read(q, cache, (), lo, hi, first, length, oldest, z)
     where = member, chunk, g

@@ -289,7 +289,7 @@ def _windows(
     window = get("sliding_window")
     # Other families have a window wherever they name one, whatever this key says.
     if "use_sliding_window" in family.defaults and not family.nope:
-        window = None if get("use_sliding_window") is False else window
+        window = window if get("use_sliding_window") else None
     types = get("layer_types")
     if unknown := sorted(set(types or ()) - {FULL, SLIDING}):  # whatever the family reads of it
         raise UserError(f"config.json: layer_types has {unknown[0]!r}; only {FULL}, {SLIDING}")
