@@ -266,9 +266,12 @@ class Collector:
     @contextlib.contextmanager
     def _drawing(self) -> Iterator[None]:
         """Tells the source when the draws of a step are over."""
+        packing = None if self.pack is None else self.pack.notes()
         try:
             yield
         except BaseException:
+            if self.pack is not None and packing is not None:
+                self.pack.resume(packing)  # the step is repeated, and would count twice
             self.source.finish(complete=False)
             raise
         self.source.finish(complete=True)

@@ -50,9 +50,18 @@ def stored_config(directory: Path, overrides: Sequence[str] = ()) -> tuple[Confi
     return load_config(path, overrides), ""
 
 
+def override(key: str, text: str) -> str:
+    """The override KEY=TEXT, quoted as TOML takes it, which knows no surrogate pairs.
+
+    >>> override("run.dir", "a b")
+    'run.dir="a b"'
+    """
+    return f"{key}={json.dumps(text, ensure_ascii=False)}"
+
+
 def is_run(directory: Path | str) -> bool:
     """Whether a directory is a run's: it holds config.toml, or a log that begins with one."""
-    path = Path(directory)
+    path = Path(directory).expanduser()
     return (path / "config.toml").exists() or _header(path) is not None
 
 
@@ -65,7 +74,8 @@ def config_of_run(directory: Path | str) -> Config:
     Raises:
       UserError: it is none, or its configuration cannot be read.
     """
-    stored = stored_config(Path(directory), [f"run.dir={json.dumps(str(directory))}"])
+    directory = Path(directory).expanduser()
+    stored = stored_config(directory, [override("run.dir", str(directory))])
     if stored is None:
         raise UserError(f"{directory} is not a run directory: it has no config.toml")
     return stored[0]

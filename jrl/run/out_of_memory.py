@@ -94,18 +94,21 @@ def remedies(program: str, run: Run) -> list[str]:
     sampled = config.sampling.group * config.train.prompts
     shorter = f"sampling.max_new_tokens = {max(config.sampling.max_new_tokens // 2, 1)}"
     fewer = _fewer_prompts(config, batch_shards(run.mesh))
+    in_8_bits = f"sampling.int8 = {sorted({*config.sampling.int8, 'cache'})}"
+    if program == "initial state":
+        return _of_weights(run)[:3]
     keys: list[str] = []
     if program in ("sampler", "program of all steps"):
         if (slots := (config.sampling.slots or sampled) // 2) > 0:
             keys.append(f"sampling.slots = {slots}")
         if "cache" not in config.sampling.int8:
-            keys.append("sampling.int8 = ['cache']")
+            keys.append(in_8_bits)
         keys += fewer
     if program == "evaluation":
         table = config.eval
         keys += [f"eval.problems = {table.problems // 2}"] if table.problems > 1 else []
         keys += [f"eval.samples = {table.samples // 2}"] if table.samples > 1 else []
-        keys += [] if "cache" in config.sampling.int8 else ["sampling.int8 = ['cache']"]
+        keys += [] if "cache" in config.sampling.int8 else [in_8_bits]
     if program in ("training step", "program of all steps"):
         used = remat_of(config)
         leaner = ORDER[ORDER.index(used) + 1 :] if used in ORDER else ORDER
@@ -116,7 +119,20 @@ def remedies(program: str, run: Run) -> list[str]:
         keys += fewer
     if config.lora is None:
         keys.append("lora.rank = 16")
-    return [*keys[:2], shorter] if len(keys) > 1 else [*keys, shorter, "mesh.fsdp = -1"][:3]
+    return [*keys[:2], shorter, "mesh.fsdp = -1", *_of_weights(run)][:3]
+
+
+def _of_weights(run: Run) -> list[str]:
+    """Keys that make weights and optimizer state smaller."""
+    config, dense = run.config, run.model is not None and not run.model.experts
+    keys = [] if config.lora is not None else ["lora.rank = 16"]
+    if config.lora is not None and config.lora.base == "float" and dense:
+        keys.append('lora.base = "int8"')
+    if config.optimizer.name != "adafactor":
+        keys.append('optimizer.name = "adafactor"')
+    if config.model.param_dtype == "float32":
+        keys.append('model.param_dtype = "bfloat16"')
+    return [*keys, "mesh.fsdp = -1", "model.path = a smaller model"]
 
 
 def _fewer_prompts(config: Config, shards: int) -> list[str]:

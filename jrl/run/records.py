@@ -21,7 +21,7 @@ from jrl.evaluate.samples import samples_of
 from jrl.rewards.pool import RewardPool
 from jrl.run.contents import check_contents, contents_of
 from jrl.run.metric_names import asked_of_evaluations
-from jrl.run.out_of_memory import memory_of
+from jrl.run.out_of_memory import OutOfMemory, memory_of
 from jrl.run.reward_metrics import rewards_by
 from jrl.setup.adapters import (
     check_base,
@@ -120,6 +120,8 @@ class RunRecords:
         self._done: int | None = None  # steps; None before the run begins or resumes
         self._rollback: Broken | None = None
         self._suspects = False
+        self._unsaved = False  # whether a save has failed in the background
+        self._good: int | None = None  # the last step that was saved while no limit was broken
         self._compiled = 0  # programs at the last record
         self._record: dict[str, Any] = {}  # of the step done last
         with contextlib.ExitStack() as stack:
@@ -194,7 +196,7 @@ class RunRecords:
         for name in ("carried", "packing", "collect", "source"):
             if name in extra:
                 notes[name] = extra.pop(name)
-        unwritten = extra.pop("unwritten", {})
+        unwritten, self._good = extra.pop("unwritten", {}), extra.pop("good", None)
         self._watch.resume(extra.pop("watch", {}))
         if (extra.get("best") or [])[2:] != [self.config.checkpoint.best]:
             extra["best"] = None  # by another metric
@@ -380,10 +382,10 @@ class RunRecords:
                     f"{self._moved_text}; what was saved before is in the directory that it was"
                 )
             return []
-        self.checkpoints.check()
+        messages = self._check_saving()
         # The first process speaks for all, as what it measures by itself differs from the others'.
-        messages, self._full = first_says([self._watch(done, record), self._writer.fault()])
-        broken = Broken(*messages)
+        verdicts, self._full = first_says([self._watch(done, record), self._writer.fault()])
+        broken = Broken(*verdicts)
         self._suspects = broken.suspects
         if NONFINITE in broken.stop:
             raise NonFinite(
@@ -401,7 +403,22 @@ class RunRecords:
         if best and best not in record and not best.startswith("eval/"):
             raise unknown_choice("checkpoint.best", best, record)
         self._record = record
-        return list(broken.warn.values())
+        return [*messages, *broken.warn.values()]
+
+    def _check_saving(self) -> list[str]:
+        """A warning where the save in the background has failed; this step is saved in its place.
+
+        Raises:
+          StorageError: it has failed with several processes.
+        """
+        try:
+            self.checkpoints.check()
+        except StorageError as error:
+            if jax.process_count() > 1:
+                raise
+            self._unsaved = True
+            return [f"{error}; this step is saved in its place"]
+        return []
 
     @property
     def acts(self) -> bool:
@@ -448,6 +465,7 @@ class RunRecords:
         state = rolled_back(good, state).replace(frozen=state.frozen | good.frozen)
         self._watch.forget()
         self._suspects = False
+        self._record = {}  # of weights that are gone, and that must not be the best
         self.save(state)
         self.start_clock()
         return state
@@ -492,7 +510,9 @@ class RunRecords:
     def rewards_by(self, groups: Groups) -> dict[str, float]:
         """Means of rewards by the column ``log.by``; {} where none is named."""
         column = self.config.log.by
-        return rewards_by(groups, self.run.rewards.weights, column) if column else {}
+        if not column or not isinstance(groups.subject, list):  # arrays have no columns
+            return {}
+        return rewards_by(groups, self.run.rewards.weights, column)
 
     def _saved_elsewhere(self, state: TrainState) -> str:
         """Saves the state where the run directory was moved to; says what is saved and where."""
@@ -541,9 +561,12 @@ class RunRecords:
             return
         best = (self.config.checkpoint.best or "").removeprefix("-")
         improved = best.startswith("eval/") and self._better(self._record) is not None
-        due = improved or self._due(self.config.checkpoint.every, done)
+        due = improved or self._unsaved or self._due(self.config.checkpoint.every, done)
         if due and not self._suspects:
             self.save(state)
+            if self._unsaved:  # a second failure in a row ends the run here
+                self.checkpoints.wait()
+                self._unsaved = False
         self.start_clock()  # evaluating and saving is not training time
 
     def save(self, state: TrainState) -> None:
@@ -569,8 +592,11 @@ class RunRecords:
         extra = self.position._asdict() | self.batch_notes() | {"watch": self._watch.notes()}
         if unwritten := self._writer.unwritten:
             extra["unwritten"] = unwritten
-        best = self.position.best
-        checkpoints.save(int(state.step), saved, extra=extra, best=best and best[0])
+        best, step = self.position.best, int(state.step)
+        # Where a rollback limit is broken already, it may have to go back to before.
+        self._good = self._good if self._suspects else step
+        extra["good"] = self._good
+        checkpoints.save(step, saved, extra=extra, best=best and best[0], good=self._good)
 
     def _note_best(self, record: Mapping[str, Any]) -> None:
         """Notes the step of a record, which is or will be saved, where it is the best yet."""
@@ -671,7 +697,9 @@ class RunRecords:
 
 def seen_by_all_processes(error: BaseException) -> bool:
     """Whether all processes saw the error; a collective save by one would deadlock."""
-    return jax.process_count() == 1 or isinstance(error, UserError)
+    # The memory of one device may be full, and of no other.
+    of_all = isinstance(error, UserError) and not isinstance(error, OutOfMemory)
+    return jax.process_count() == 1 or of_all
 
 
 def _size(count: float) -> str:

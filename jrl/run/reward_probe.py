@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from jrl.rewards.base import Sample
 from jrl.rewards.columns import check_column, check_columns
 from jrl.rewards.combine import BY_GROUP
 from jrl.rewards.pool import RewardPool
+from jrl.rewards.worker import attribute
 from jrl.setup.kind import Kind, RunData
 from jrl.setup.reward_parts import function_of, reward_tables
 from jrl.setup.run import Run
@@ -96,13 +98,26 @@ def _check_searched(run: Run, pool: RewardPool) -> None:
         return
     tables = reward_tables(run.config)
     by_group = [name for name, table in tables.items() if table.combine in BY_GROUP]
-    by_group += [name for name in tables if name in pool.by_group or tables[name].over == "batch"]
+    by_group += [
+        name for name in tables if name in pool.functions and _compares(name, tables, pool)
+    ]
     if by_group:
         raise UserError(
             f"rewards.{by_group[0]} compares completions, and tree.by = {search.by!r} needs the"
             " reward of each leaf before others are sampled; remove the part, or set tree.kind to"
             " 'none'"
         )
+
+
+def _compares(name: str, tables: Mapping[str, RewardTable], pool: RewardPool) -> bool:
+    """Whether a function is to see several completions, by its own mark or its table.
+
+    What wraps verl's functions is over batches, though they are given one sample after the other.
+    """
+    function = function_of(name, tables[name])
+    marked = load(function, "rewards") if ":" in function else pool.functions[name]
+    over = tables[name].over, attribute(marked, "over", "sample")
+    return name in pool.by_group or bool({"group", "batch"} & set(over))
 
 
 def check_reward_columns(config: Config, kind: Kind, data: RunData) -> None:

@@ -48,6 +48,7 @@ from jrl.train.remat import settled
 from jrl.train.reward_model import check_text_models
 from jrl.train.trainable import check_trainable
 from jrl.types import TrainState
+from jrl.user_code import forget_changed_files
 
 
 class Trained(NamedTuple):
@@ -98,6 +99,7 @@ def run_config(
       on_record: called with the record of each step.
     """
     echo = ignore_echo_errors(echo)
+    forget_changed_files()
     return_compiler_memory()
     enable_compile_cache()
     find_devices(echo)

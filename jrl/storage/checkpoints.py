@@ -21,12 +21,18 @@ import jax
 
 from jrl.errors import StorageError, UserError
 from jrl.storage.lock import is_replaced
-from jrl.storage.step_contents import contents, drop_late_callbacks, read_contents
+from jrl.storage.step_contents import (
+    all_processes,
+    contents,
+    drop_late_callbacks,
+    read_contents,
+)
 from jrl.storage.step_files import readable, write_record
-from jrl.system.processes import any_says
 from jrl.system.wait_reports import io_progress, waiting
 
 STEP_DIGITS = 8
+_LONGEST_SAVE = 7 * 24 * 3600
+"""Seconds."""
 
 
 class Checkpoints:
@@ -51,6 +57,7 @@ class Checkpoints:
         self.directory = text if "://" in text else str(pathlib.Path(text).absolute())
         self.keep, self.keep_every = keep, keep_every
         self._best: int | None = None
+        self._good: int | None = None
         self._writer: Any = None
         self._newest = -1  # the step that was saved or restored last
         self._writing = -1
@@ -84,6 +91,7 @@ class Checkpoints:
         *,
         extra: Mapping[str, Any] | None = None,
         best: int | None = None,
+        good: int | None = None,
     ) -> None:
         """Writes a step in the background; an existing step is never overwritten.
 
@@ -97,15 +105,23 @@ class Checkpoints:
           extra: values of the host (data position, metrics, batches sampled ahead): JSON values,
             and NumPy arrays inside dicts and lists.
           best: a step that is not deleted, however old, until another is named.
+          good: another one.
 
         Raises:
-          StorageError: this save or the previous one failed; earlier steps are unchanged.
+          StorageError: this save failed, or with several processes the one before it; earlier steps
+            are unchanged.
           UserError: ``extra`` is not JSON, or the directory has later steps than the one this run
             resumed from.
         """
         import orbax.checkpoint as ocp
 
-        self.wait()
+        try:
+            self.wait()
+        except StorageError as error:
+            if jax.process_count() > 1:  # the others have not seen it
+                raise
+            # An earlier step that could not be written is no reason not to write this one.
+            warnings.warn(str(error), stacklevel=2)
         if step == self._newest:
             return
         self.check_writable(step)
@@ -115,7 +131,7 @@ class Checkpoints:
                 " another continuation wrote; delete the later steps or use another run.dir"
             )
         arrays, meta = contents(state, extra or {}, step=step, label=f"checkpoint step {step}")
-        self._best = best
+        self._best, self._good = best, good
         try:
             writer = self._open_writer()
             for old in sorted(self._damaged & set(self.steps())):
@@ -155,12 +171,15 @@ class Checkpoints:
                 fault = error
                 with contextlib.suppress(OSError):
                     probe.unlink(missing_ok=True)
-        if not _all_processes(fault is None):
+        if not all_processes(fault is None):
             raise self._not_written(step, fault or OSError("process 0 cannot write there"))
 
     def check(self) -> None:
         """Raises StorageError when the save in the background has failed already."""
-        self._check_writer(wait=False)
+        # Orbax keeps the error of what has ended in the thread that finalizes, which is asked by a
+        # wait alone.
+        if self._writer is not None and not self._writer.is_saving_in_progress():
+            self._check_writer(wait=True)
 
     def wait(self) -> None:
         """Blocks until the save in the background is complete.
@@ -232,7 +251,7 @@ class Checkpoints:
                 raise
             except Exception as caught:  # whatever a broken file makes the readers raise
                 error = caught
-            if _all_processes(error is None):
+            if all_processes(error is None):
                 self._newest = candidate
                 return result
             if step is None:
@@ -256,7 +275,7 @@ class Checkpoints:
             except OSError as error:
                 fault = error
             # All processes must agree before the readers start, which wait for each other.
-            if not _all_processes(fault is None):
+            if not all_processes(fault is None):
                 raise fault or OSError("another process could not read it")
             step_text = f"checkpoint step {step} in {self.directory}"
             with waiting(f"reading of step {step}", io_progress):
@@ -279,7 +298,11 @@ class Checkpoints:
                 cleanup_tmp_directories=True,  # left by a killed save
                 step_format_fixed_length=STEP_DIGITS,
                 save_root_metadata=False,
-                async_options=ocp.AsyncOptions(post_finalization_callback=self._write_sizes),
+                async_options=ocp.AsyncOptions(
+                    # Waits without progress have a limit of their own, ``train.wait_seconds``.
+                    timeout_secs=_LONGEST_SAVE,
+                    post_finalization_callback=self._write_sizes,
+                ),
             )
             self._writer = ocp.CheckpointManager(self.directory, options=options)
         return self._writer
@@ -289,7 +312,7 @@ class Checkpoints:
         newest = len(checkpoints) - self.keep
         return [
             place >= newest
-            or info.step == self._best
+            or info.step in (self._best, self._good)
             or bool(self.keep_every and info.step % self.keep_every == 0)
             for place, info in enumerate(checkpoints)
         ]
@@ -330,11 +353,6 @@ class Checkpoints:
 
 def _not_orbax(record: logging.LogRecord) -> bool:
     return "orbax" not in pathlib.Path(record.pathname).parts
-
-
-def _all_processes(ok: bool) -> bool:
-    """Whether ``ok`` is true on every process, as all must skip the same steps."""
-    return not any_says(not ok)
 
 
 def _short(error: Exception | None) -> str:

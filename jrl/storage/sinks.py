@@ -145,7 +145,7 @@ def _open_mlflow(package: Any, project: str, config: Config, directory: Path) ->
     address = os.environ.get("MLFLOW_TRACKING_URI")
     client = package.MlflowClient(address or f"sqlite:///{directory.resolve()}/mlflow.db")
     path = directory / "mlflow_id"
-    if path.exists():
+    if path.exists() and path.read_text(encoding="utf-8").strip():  # empty after a full disk
         run_id = path.read_text(encoding="utf-8").strip()
         client.update_run(run_id, status="RUNNING")
     else:
@@ -191,7 +191,7 @@ def _mlflow_name(name: str) -> str:
 def _run_id(directory: Path, name: str) -> str:
     """An id kept in the run directory, so that a resumed run stays one run."""
     path = directory / name
-    if not path.exists():
+    if not path.exists() or not path.read_text(encoding="utf-8").strip():  # of a full disk
         import secrets
 
         path.write_text(secrets.token_hex(6), encoding="utf-8")

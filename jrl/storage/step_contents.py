@@ -6,9 +6,10 @@ the host's values are stored like leaves; a name stands in their place.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ import numpy as np
 from jrl.errors import UserError
 from jrl.storage.integrity import checksums
 from jrl.storage.step_files import crc_of
+from jrl.system.processes import any_says
 
 FORMAT = 2  # 1 had no checksums
 
@@ -72,7 +74,7 @@ def read_contents(
       Exception: what a broken file makes the readers raise.
     """
     leaves, treedef = _named_leaves(template)
-    meta = _read_meta(path)
+    meta = _read_by_all(lambda: _read_meta(path))
     layout = meta["leaves"]
     if (holds := meta.get("step", step)) != step:  # older checkpoints do not say
         raise UserError(
@@ -82,7 +84,7 @@ def read_contents(
     _check_layout(label, layout, leaves, subset)
     lifted = {} if subset else _lifted(meta["extra"])
     nonempty = {name: leaf for name, leaf in (leaves | lifted).items() if np.size(leaf)}
-    arrays = _read_arrays(path, nonempty) if nonempty else {}
+    arrays = _read_by_all(lambda: _read_arrays(path, nonempty)) if nonempty else {}
     _verify(arrays, meta.get("checksums", {}))
     values = [
         _restored(arrays[name], leaf, layout[name]) if name in arrays else _empty(leaf)
@@ -92,12 +94,36 @@ def read_contents(
     return treedef.unflatten(values), _lower(meta["extra"], lifted)
 
 
+def all_processes(ok: bool) -> bool:
+    """Whether ``ok`` is true on every process, as all must skip the same steps."""
+    return not any_says(not ok)
+
+
+def _read_by_all(read: Callable[[], Any]) -> Any:
+    """What each process reads; where one of them fails, all of them do.
+
+    Each reads files of its own, so one alone may meet a broken one while the others go on to what
+    all do together.
+    """
+    value, fault = None, None
+    try:
+        value = read()
+    except Exception as error:
+        fault = error
+    if not all_processes(fault is None):
+        raise fault or OSError("another process could not read it")
+    return value
+
+
 def _read_meta(path: str) -> dict[str, Any]:
     """The JSON metadata of a step."""
     import orbax.checkpoint as ocp
+    from etils import epath
 
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-        meta = reader.restore(path, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+    # The handler alone: a Checkpointer waits for the other processes, which may have failed.
+    with contextlib.closing(ocp.CompositeCheckpointHandler()) as handler:
+        args = ocp.args.Composite(meta=ocp.args.JsonRestore())
+        meta = handler.restore(epath.Path(path), args=args)["meta"]
     if meta["format"] != 1 and meta.pop("crc32", None) != crc_of(meta):
         raise ValueError("meta/metadata has another checksum than when it was written")
     return meta
@@ -106,9 +132,10 @@ def _read_meta(path: str) -> dict[str, Any]:
 def _read_arrays(path: str, leaves: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays by name, each placed as the leaf that is given for it."""
     import orbax.checkpoint as ocp
+    from etils import epath
 
     drop_late_callbacks()
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+    with contextlib.closing(ocp.CompositeCheckpointHandler()) as handler:
         args = ocp.args.Composite(
             state=ocp.args.PyTreeRestore(
                 item=dict.fromkeys(leaves, 0),
@@ -116,7 +143,7 @@ def _read_arrays(path: str, leaves: Mapping[str, Any]) -> dict[str, Any]:
                 partial_restore=True,
             )
         )
-        return reader.restore(path, args=args)["state"]
+        return handler.restore(epath.Path(path), args=args)["state"]
 
 
 def drop_late_callbacks() -> None:

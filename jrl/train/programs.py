@@ -137,6 +137,26 @@ def held_bytes(tree: Any) -> float:
     return float(sum(map(size, jax.tree.leaves(tree))))
 
 
+def check_state(run: Run) -> None:
+    """Raises UserError where weights and optimizer state alone are more than a device has."""
+    if (limit := device_memory(run.mesh)) is None:
+        return
+    state = held_bytes(abstract_state(run)[0])
+    if (over := state - limit) <= 0:
+        return
+    does = [] if run.config.lora is not None else ["lora.rank = 16"]
+    if run.config.optimizer.name != "adafactor":
+        does.append('optimizer.name = "adafactor"')
+    if run.config.model.param_dtype == "float32":
+        does.append('model.param_dtype = "bfloat16"')
+    does.append("mesh.fsdp = -1 on more devices")
+    raise UserError(
+        f"a device would hold {state / GIB:.1f} GiB of weights and optimizer state, "
+        f"{over / GIB:.1f} GiB more than its {limit / GIB:.0f} GiB; set {', '.join(does)}, or"
+        " choose a smaller model"
+    )
+
+
 def check_resharding(run: Run) -> None:
     """Raises UserError where the sampler's copy of the weights does not fit beside the state.
 

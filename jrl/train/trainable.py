@@ -10,7 +10,13 @@ from jrl.setup.features import check_features
 from jrl.setup.frozen import check_named
 from jrl.setup.run import Run, run_features, sampler_of
 from jrl.train.batches import sources_of
-from jrl.train.programs import check_resharding, make_train_iteration, policy_layout, state_layout
+from jrl.train.programs import (
+    check_resharding,
+    check_state,
+    make_train_iteration,
+    policy_layout,
+    state_layout,
+)
 from jrl.train.state import check_frozen, frozen_names
 
 
@@ -31,6 +37,7 @@ def check_trainable(run: Run) -> None:
         )
     _check_pool(run)
     state_layout(run)
+    check_state(run)
     check_resharding(run)
     sampler_of(run)
     if run.rollout_mesh is not None:

@@ -99,11 +99,17 @@ class Watch:
         """The statistics for a checkpoint, JSON values."""
         # Memory is compared with that of the same process.
         past = {name: each.notes() for name, each in self._past.items() if name != MEMORY}
-        return {"broken": dict(self._broken), "past": past}
+        limits = {n: self._limits[n].model_dump(mode="json") for n in self._broken}
+        return {"broken": dict(self._broken), "past": past, "limits": limits}
 
     def resume(self, notes: Mapping[str, Any]) -> None:
         """Continues with what ``notes`` returned; {} for none."""
-        self._broken.update(notes.get("broken", {}))
+        limits = notes.get("limits", {})
+        for name, count in notes.get("broken", {}).items():
+            limit = self._limits.get(name)
+            # A limit acts at its number of steps, which another one's count may be beyond.
+            if limit is not None and limits.get(name) == limit.model_dump(mode="json"):
+                self._broken[name] = count
         for name, past in notes.get("past", {}).items():
             if name in self._past:  # the limits may be others now
                 self._past[name] = _Past(**past)

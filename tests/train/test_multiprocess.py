@@ -238,11 +238,11 @@ def late(items):
     time.sleep(1.5 * me)
     return work(items)
 
-waits.SAY_SECONDS, waits.LOOK_SECONDS, said = 0.2, 0.1, []
-with waits.Waits(60, said.append, said.append):
+waits.SAY_SECONDS, waits.LOOK_SECONDS, printed = 0.2, 0.1, []
+with waits.Waits(60, printed.append, printed.append):
     deal("late", 2, late)
 expected = "waiting for the other processes (late): 0 s, not here: 1"
-assert me or said[0] == expected, said
+assert me or printed[0] == expected, printed
 print("joined", flush=True)
 while True:
     any_says(False)

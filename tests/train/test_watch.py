@@ -139,6 +139,18 @@ def test_a_resumed_watch_acts_as_one_that_never_stopped():
     Watch({"reward": WatchTable(above=9)}).resume(whole.notes())  # the limits are others
 
 
+@pytest.mark.parametrize("action", ["stop", "rollback"])
+def test_a_limit_that_is_another_on_resume_acts_from_there(action):
+    """It acts at its number of steps, which the count of the old limit may be beyond."""
+    before, beyond = Watch({"ratio": WatchTable(above=2, steps=2)}), SOUND | {"ratio": 3.0}
+    for step in range(5):
+        before(step, beyond)
+    again = Watch({"ratio": WatchTable(above=2, steps=2, action=action)})
+    again.resume(json.loads(json.dumps(before.notes())))
+    acted = [list(getattr(again(step, beyond), action)) for step in (5, 6)]
+    assert acted == [[], ["ratio"]]
+
+
 def test_a_run_that_is_resumed_after_a_stop_has_its_steps_again():
     limits = {"ratio": WatchTable(above=2, steps=2, action="stop")}
     watch, beyond = Watch(limits), SOUND | {"ratio": 3.0}
