@@ -122,7 +122,7 @@ RUNNING = {
     "reasoning_gym": "jrl.zoo.rewards.reasoning_gym:reasoning_gym",
 }
 """Reward functions that run something, by name; they stand above the sandbox of episodes."""
-FROM_COLUMNS = frozenset({*RUNNING, "instructions"})
+FROM_COLUMNS = frozenset({*RUNNING, "instructions", "code_speed", "prime_code", "sandbox_fusion"})
 """Those that read columns of the data, and say themselves what a row lacks."""
 FUNCTION_NAMES = (*REWARDS, *RUNNING, *PUBLISHED, *OTHER_NAMES)
 """The names that ``[rewards]`` knows, functions of one's own aside."""

@@ -116,7 +116,10 @@ class Measured(NamedTuple):
 Answer = Measured | Quantity | Words | Expression | Based | Colon | Date | Choice | Named | Items
 
 _MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
-_MONTH = r"(jan|feb|mar|apr|may|june?|july?|aug|sept?|oct|nov|dec)[a-z]*\.?"
+_MONTH = (
+    r"(jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?"
+    r"|sept?(?:ember)?|oct(?:ober)?|nov(?:ember)?|dec(?:ember)?)\.?"
+)
 _WEEKDAY = re.compile(r"(?:mon|tues|wednes|thurs|fri|satur|sun)day,? ", re.IGNORECASE)
 _DATES = [
     (re.compile(_MONTH + r" (\d{1,2})(?:st|nd|rd|th)?(?:,? (\d{4}))?", re.I), "mdy"),

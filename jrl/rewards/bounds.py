@@ -71,7 +71,8 @@ def _powers_are_small(text: str) -> bool:
         if re.search(r"\^|\*\*|!|\\[dt]?binom|\\times|\\cdot|\*", exponent):
             return False
         # x^2^3, and (x^2)^3 where the inner power stands in brackets
-        if re.match(r"\s*(?:\^|\*\*)", text[power.end() + len(exponent) :]):
+        # and the factorial of a power, which is one of its value
+        if re.match(r"\s*(?:\^|\*\*|!)", text[power.end() + len(exponent) :]):
             return False
         number = _EXPONENT.search(exponent)
         size = int(number.group(1)) if number else 1

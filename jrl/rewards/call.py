@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import traceback
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,8 +45,9 @@ def call(function: RewardFn, samples: list[Sample]) -> list[Returned] | Failure:
       passes.
     """
     caller, running = os.getpid(), [signal.getitimer(timer)[0] for timer in _TIMERS]
+    ids = [getattr(sample.prompt, "id", None) for sample in samples]  # it may empty its list
     try:
-        return _checked(function(samples), len(samples))
+        return _checked(function(samples), ids)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit too, which would end the process
@@ -91,17 +93,18 @@ def _trace() -> str:
         return ""
 
 
-def _checked(result: Any, count: int) -> list[Returned] | Failure:
+def _checked(result: Any, ids: Sequence[Any]) -> list[Returned] | Failure:
+    """The rewards in a result, for samples of these prompts."""
     if isinstance(result, np.ndarray) or _is_tensor(result):
         result = result.tolist()
     if not isinstance(result, list | tuple):
         kind = class_name(result)
         return Failure(f"returned {kind} {_shown(result)}; return a list with one number a sample")
-    values = list(result)
+    values, count = list(result), len(ids)
     if len(values) != count:
         return Failure(f"returned {len(values)} numbers for {count} sample{'s' * (count != 1)}")
     points: list[Returned] = []
-    for value in values:
+    for i, value in enumerate(values):
         point: Returned | Failure = None
         if _is_tensor(value):
             value = value.tolist()
@@ -110,7 +113,8 @@ def _checked(result: Any, count: int) -> list[Returned] | Failure:
         elif value is not None:
             point = _number(value)
         if isinstance(point, Failure):
-            return point
+            of = f" for sample {i} (prompt {ids[i]})" if count > 1 else ""
+            return point._replace(reason=point.reason + of)
         points.append(point)
     return points
 

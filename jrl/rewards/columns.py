@@ -170,12 +170,12 @@ def check_columns(function: Callable[..., Any], columns: Iterable[str], key: str
         )
 
 
-def _awaited(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+def _awaited(function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
     return run_coroutine(function(*arguments, **keywords))
 
 
 def _on_columns(
-    function: Callable[..., list[Points]], samples: list[Sample], **options: Any
+    function: Callable[..., list[Points]], samples: list[Sample], /, **options: Any
 ) -> list[Points]:
     """Calls a function on columns with those of the samples that it takes."""
     columns = _columns(samples) | options
@@ -266,7 +266,7 @@ def _rollout(sample: Sample | None) -> dict[str, Any]:
 
 
 def _on_rollouts(
-    function: Callable[..., Points], samples: list[Sample], **options: Any
+    function: Callable[..., Points], samples: list[Sample], /, **options: Any
 ) -> list[Points]:
     """Calls verifiers' form once for each sample."""
     parameters = _parameters(function)
@@ -310,7 +310,7 @@ def _extra_info(sample: Sample) -> Any:
 
 
 def _on_solutions(
-    function: Callable[..., Any], samples: list[Sample], **options: Any
+    function: Callable[..., Any], samples: list[Sample], /, **options: Any
 ) -> list[Points]:
     """Calls verl's form once for each sample; see ``_score``."""
     parameters = _parameters(function)
@@ -328,7 +328,9 @@ _SOLUTIONS = {f"{name}s": of for name, of in _SOLUTION.items() if name not in _T
 """Arguments of verl's functions of a batch, each a list."""
 
 
-def _on_batch(function: Callable[..., Any], samples: list[Sample], **options: Any) -> list[Points]:
+def _on_batch(
+    function: Callable[..., Any], samples: list[Sample], /, **options: Any
+) -> list[Points]:
     """Calls verl's form for a batch; see ``_score``."""
     if not samples:
         return []

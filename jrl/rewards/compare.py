@@ -42,6 +42,10 @@ _OPERATIONS = re.compile(
 """What stands between numbers; other commands of LaTeX are names or relations."""
 _SIGNS = re.compile(r"[<>≤≥]|\\(?:le|ge|lt|gt|ne|leq|geq|in|pm)(?![a-z])")
 
+_UP = re.compile(r"\b(?:profit|gain|increased?|rise|surplus|above|more)\b", re.IGNORECASE)
+_DOWN = re.compile(r"\b(?:loss|decreased?|drop|fall|deficit|below|less|fewer)\b", re.IGNORECASE)
+"""Words behind a number that are no unit, and turn it round."""
+
 Checker = Callable[[str, str], bool]
 """(expected, answer), two expressions -> whether they are equal."""
 
@@ -59,8 +63,10 @@ def same(answer: str, expected: str, tolerance: float = 1e-6, check: Checker | N
     (True, False, True, False)
     """
     left, right = clean(answer), clean(expected)
-    if left.casefold() == right.casefold():
+    if left == right:
         return True
+    if any(a.search(left) and b.search(right) for a, b in ((_UP, _DOWN), (_DOWN, _UP))):
+        return False  # a profit of $5 and a loss of $5
     if not left or not right:
         return False
     for text, other, unsolved in ((left, right, _MULTIPLE), (right, left, _UNSOLVED)):
@@ -227,7 +233,7 @@ class _Comparison:
         return fits(a.unit, b.unit) and self._numbers(a.value, b.value)
 
     def _numbers(self, a: Fraction, b: Fraction) -> bool:
-        if a.denominator == b.denominator == 1:
+        if not (_is_decimal(a) or _is_decimal(b)):  # whole numbers and fractions are exact
             return a == b
         return abs(a - b) <= self.tolerance * max(abs(a), abs(b))
 
@@ -270,12 +276,11 @@ class _Comparison:
         elif len(kinds) > 1 and kinds not in ({"", "()"}, {"", "{}"}):
             return False
         if kinds <= {"", "{}", "cup"} or kinds == {"", "[]"}:
-            return self._any_order(a.items, b.items, "{}" in kinds)
+            sets = [dict.fromkeys(x.items) if x.brackets == "{}" else x.items for x in (a, b)]
+            return self._any_order(*map(list, sets))
         return len(a.items) == len(b.items) and all(map(self, a.items, b.items))
 
-    def _any_order(self, a: Sequence[Answer], b: Sequence[Answer], repeats: bool) -> bool:
-        if repeats:
-            a, b = list(dict.fromkeys(a)), list(dict.fromkeys(b))
+    def _any_order(self, a: Sequence[Answer], b: Sequence[Answer]) -> bool:
         remaining = list(b)
         # what is the same without a checker goes first
         for item in a:
@@ -304,9 +309,22 @@ class _Comparison:
 
 def _unspaced(text: str) -> str:
     """An expression without spaces that say nothing, and with the same braces: x^2 is x^{2}."""
-    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text.casefold())
-    text = re.sub(r"(?<![\^_])\{([a-z])\}", r"\1", text)
-    return re.sub(r"(?<=[\^_])(\d+|[a-z])", r"{\1}", text)
+    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", _folded(text))
+    text = re.sub(r"(?<![\^_])\{([A-Za-z])\}", r"\1", text)
+    return re.sub(r"(?<=[\^_])(\d+|[A-Za-z])", r"{\1}", text)
+
+
+def _folded(text: str) -> str:
+    """An expression in small letters, unless a letter is in it in both cases: m/M is not M/m."""
+    letters = set(re.sub(r"\\[A-Za-z]+", "", text))
+    if any(x.isupper() and x.lower() in letters for x in letters):
+        return text
+    return re.sub(r"\\[A-Za-z]+|[A-Z]", lambda m: m[0] if len(m[0]) > 1 else m[0].lower(), text)
+
+
+def _is_decimal(x: Fraction) -> bool:
+    """Whether a number is not whole, and a finite decimal."""
+    return x.denominator > 1 and pow(10, x.denominator.bit_length(), x.denominator) == 0
 
 
 def _mathematics(answer: Expression | Quantity) -> str | None:

@@ -20,7 +20,7 @@ _NUMBER = re.compile(
     r"""(?:\.\d+|(?<=\d))(?:[eE][+-]?\d+)?"""
     r"""(?:\s?/\s?\d+(?![\d/]|\.\d))?"""
     r"""(?:[ ](?:hundred|thousand|million|billion|trillion|dozen)\b)*"""
-    r"""|-?\d*\\[dt]?frac\s?\{-?\d+\}\s?\{-?\d+\}""",
+    r"""|(?<!\d)-?\d*\\[dt]?frac\s?\{-?\d+\}\s?\{-?\d+\}""",
     re.VERBOSE,
 )
 _BEHIND = re.compile(

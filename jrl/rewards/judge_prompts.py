@@ -132,11 +132,19 @@ def text_of(form: str) -> FormText:
 
 
 def asks_with_reference(options: Mapping[str, Any]) -> bool:
-    """Whether a judge's question holds the row's answer, by the keys of its part."""
+    """Whether a judge reads the row's answer, by the keys of its part.
+
+    In its question, or to compare what it replies; a form of one's own may do either.
+    """
     form = str(options.get("form", "score"))
     if form == "pairwise" and options.get("against", "reference") == "reference":
         return True
+    if ":" in form:
+        return True
     try:
+        published: Any = load(PUBLISHED_FORMS[form], "form") if form in PUBLISHED_FORMS else None
+        if published is not None and published.reads_answer:
+            return True
         template = options.get("template") or text_of(form).template
     except UserError:  # whoever asks names the mistake
         return False

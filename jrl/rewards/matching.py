@@ -10,7 +10,7 @@ from typing import Any
 
 from jrl.errors import UserError
 from jrl.rewards.base import Sample
-from jrl.rewards.exact import marked_answer
+from jrl.rewards.exact import marked_answer, same_answer
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 
@@ -87,9 +87,12 @@ def _best(samples: list[Sample], key: str, compare: Any) -> list[float]:
     return points
 
 
-_LETTER = re.compile(r"(?<![A-Za-z])\(?([A-Za-z])(?:\)|\.|:|\s*$|(?=\s))")
+# A small "a" before a word is an article.
+_LETTER = re.compile(
+    r"(?<![A-Za-z])(?:\(?([A-Z])(?:\)|\.|:|\s*$|(?=\s))|\(([a-z])\))|\A\s*([a-z])[).:]?\s*\Z"
+)
 _SAYS = re.compile(
-    r"(?:answer|choice|option)\s*(?:is|:)?\s*:?\s*\**\(?([A-Za-z])(?![A-Za-z])", re.IGNORECASE
+    r"(?i:answer|choice|option)\s*(?:(?i:is)|:)?\s*:?\s*\**\(?([A-Z]|[a-z](?!\s+\w))(?![A-Za-z])"
 )
 
 
@@ -117,11 +120,35 @@ def multiple_choice(
     ]
 
 
-def _options(sample: Sample, choices: str) -> Sequence[str]:
+def _options(sample: Sample, choices: str) -> list[str]:
     value = sample.prompt.meta.get(choices) or ()
     if isinstance(value, dict):  # ARC's layout
         value = value.get("text", ())
-    return [normalised(str(each)) for each in value]
+    return [str(each).strip() for each in value]
+
+
+def _place(text: str, options: Sequence[str]) -> int | None:
+    """The number of the choice that a text is; None for none, or where several are alike."""
+    if text in options:
+        return options.index(text)
+    alike = [i for i, option in enumerate(options) if text and _is_alike(text, option)]
+    return alike[0] if len(alike) == 1 else None
+
+
+def _is_alike(text: str, option: str) -> bool:
+    """Whether words are the same in SQuAD's form; or numbers, whose signs it removes, by value."""
+    if re.search(r"\d", option):
+        return same_answer(text, option)
+    return bool(normalised(option)) and normalised(text) == normalised(option)
+
+
+def _holds(text: str, option: str) -> bool:
+    """Whether a sentence holds a choice: its words, or as it is written where it has digits."""
+    if re.search(r"\d", option):
+        whole = rf"(?<![\w.,/^-]){re.escape(option)}(?![\w/^%]|[.,]\d)"
+        return len(option) > 1 and re.search(whole, text, re.IGNORECASE) is not None
+    words = normalised(option)
+    return len(words) > 1 and f" {words} " in f" {normalised(text)} "
 
 
 def _right(sample: Sample, choices: str, letters: str) -> int:
@@ -129,8 +156,8 @@ def _right(sample: Sample, choices: str, letters: str) -> int:
     if isinstance(answer, int) and not isinstance(answer, bool):
         return answer
     text = str(answer).strip()
-    if normalised(text) in options:
-        return options.index(normalised(text))
+    if (place := _place(text, options)) is not None:
+        return place
     if len(text.strip("().")) == 1 and text.strip("().").upper() in letters:
         return letters.index(text.strip("().").upper())
     if text.isdecimal() and int(text) < max(len(options), 1):
@@ -143,19 +170,17 @@ def _right(sample: Sample, choices: str, letters: str) -> int:
 
 def _chosen(text: str, sample: Sample, choices: str, letters: str) -> int:
     """The number of the stated choice; -1 for none."""
-    options = _options(sample, choices)
-    if normalised(text) in options:
-        return options.index(normalised(text))
+    options, text = _options(sample, choices), text.strip()
+    if (place := _place(text, options)) is not None:
+        return place
     usable = letters[: len(options)] if options else letters
     # "I think it is Paris": a text of a choice goes before a letter that may be a word
     named = [letter.upper() for letter in _SAYS.findall(text) if letter.upper() in usable]
     if named:
         return letters.index(named[-1])
-    words = f" {normalised(text)} "
-    contained = [
-        i for i, option in enumerate(options) if len(option) > 1 and f" {option} " in words
-    ]
+    contained = [i for i, option in enumerate(options) if _holds(text, option)]
     if len(contained) == 1:
         return contained[0]
-    bare = [letter.upper() for letter in _LETTER.findall(text) if letter.upper() in usable]
+    letters_found = ["".join(groups).upper() for groups in _LETTER.findall(text)]
+    bare = [letter for letter in letters_found if letter in usable]
     return letters.index(bare[-1]) if bare else -1

@@ -103,7 +103,7 @@ class _MathVerify:
         if not (is_tame(expected) and is_tame(answer)):
             return False
         # math-verify reads 1000(26) as a function's value
-        texts = (_PRODUCT.sub(r"\1\\cdot", text) for text in (expected, answer))
+        texts = (_PRODUCT.sub(r"\1\\cdot", text) for text in _of_one_case(expected, answer))
         gold, claim = (self._parse(f"\\boxed{{{text}}}") for text in texts)
         if not gold or not claim or not self._verify(gold, claim, timeout_seconds=None):
             return False
@@ -112,6 +112,24 @@ class _MathVerify:
         ):
             return False
         return equal_values(gold[0], claim[0])
+
+
+_NAMES = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
+
+
+def _of_one_case(*texts: str) -> list[str]:
+    r"""The texts with other letters for capitals that small letters stand beside.
+
+    math-verify reads m and M, and \delta and \Delta, as one name.
+
+    >>> _of_one_case("m/M", "M + 1")
+    ['m/q', 'q + 1']
+    """
+    names = {name for text in texts for name in _NAMES.findall(text)}
+    free = (letter for letter in "qwzvujk" if not {letter, letter.upper()} & names)
+    twins = sorted(name for name in names if name != name.lower() and name.lower() in names)
+    others = dict(zip(twins, free, strict=False))
+    return [_NAMES.sub(lambda m: others.get(m[0], m[0]), text) for text in texts]
 
 
 def _lost_letters(text: str, parsed: Any) -> bool:

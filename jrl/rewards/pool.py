@@ -343,9 +343,10 @@ _TEXTS = (
 
 
 def _error(name: str, failure: Failure, sample: Sample, key: str) -> UserError:
-    """The error of a failed call."""
+    """The error of a failed call; its first sample is named where the reason names none."""
+    of = "" if "(prompt " in failure.reason else f" (prompt {sample.prompt.id})"
     return UserError(
-        f"rewards.{name}: {failure.reason} (prompt {sample.prompt.id}); fix the function, or set "
+        f"rewards.{name}: {failure.reason}{of}; fix the function, or set "
         f'reward_pool.{key} = "zero" or "drop"\n{failure.trace}'.rstrip()
     )
 

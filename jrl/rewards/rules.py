@@ -76,9 +76,11 @@ class Rules(NamedTuple):
           points: of a call.
           samples: that it was called with.
         """
+        if len(points) != len(samples):  # a process may answer anything
+            return Failure(f"returned {len(points)} numbers for {len(samples)} samples")
         for i, (value, sample) in enumerate(zip(points, samples, strict=True)):
+            of = f"sample {i} (prompt {sample.prompt.id})"
             if isinstance(value, list):
-                of = f"sample {i} (prompt {sample.prompt.id})"
                 if self.by_token is None:
                     return Failure(
                         f"returned a list of {len(value)} numbers for {of}; return one number, or"
@@ -92,7 +94,8 @@ class Rules(NamedTuple):
             for number in value if isinstance(value, list) else [value]:
                 if number is not None and not self.low <= number <= self.high:
                     limits = f"[{self.low:g}, {self.high:g}]"
-                    return Failure(f"returned {number:g}, outside of its range {limits}")
+                    which = f" for {of}" if len(samples) > 1 else ""
+                    return Failure(f"returned {number:g}, outside of its range {limits}{which}")
         return points
 
 

@@ -69,10 +69,12 @@ class NamedForm(NamedTuple):
     Attributes:
       make: (the judge's keys, "rewards.NAME") -> the form.
       text: its question.
+      reads_answer: whether it compares replies with the row's answer.
     """
 
     make: Callable[[JudgeTable, str], Form]
     text: FormText
+    reads_answer: bool = False
 
     def __call__(self, table: JudgeTable, key: str) -> Form:
         """The form that a judge's keys ask for."""

@@ -25,7 +25,7 @@ from jrl.types import Prompt, Rollout, StopReason
 
 JUDGES = pathlib.Path(__file__).parent / "judges.py"
 WORDS = char_tokenizer()
-REQUEST = types.SimpleNamespace(step=0)
+REQUEST = types.SimpleNamespace(step=0, weights={})
 
 
 def pool_of(function, workers=0, **rules):

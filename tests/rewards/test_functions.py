@@ -204,12 +204,26 @@ def test_the_shortest_right_answer_of_a_group_gets_the_most():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [("C", 1), ("(C)", 1), ("The answer is **C**.", 1), ("C. Paris", 1), ("Paris", 1), ("B", 0),
-     ("I think it is Paris", 1), ("A or B", 0), ("", 0), ("<answer>c</answer>", 1)],
+     ("I think it is Paris", 1), ("The answer is a city, Paris", 1), ("It is a mystery", 0),
+     ("A or B", 0), ("", 0), ("<answer>c</answer>", 1)],
 )  # fmt: skip
 def test_multiple_choice_knows_a_letter_and_a_text(text, expected):
     choices = ["Rome", "Berlin", "Paris"]
     for answer in ("C", 2, "Paris"):
         assert points("multiple_choice", sample(text, answer, choices=choices)) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("choices", "answer", "text", "paid"),
+    [(["0", "1", "-1", "2"], "B", r"\boxed{-1}", 0), (["0", "1", "-1", "2"], "C", r"\boxed{-1}", 1),
+     (["15", "2.5"], "A", "The answer is 1.5", 0), (["15", "1.5"], "B", "1.5", 1),
+     (["15", "25"], "B", "It must be 25 in all", 1), (["15", "25"], "B", "It is 25.5 or so", 0),
+     (["<", ">", "="], "A", "", 0), (["<", ">", "="], "A", ">", 0), (["<", ">", "="], "B", ">", 1),
+     (["5", "+", "7"], "A", "(A)", 1), (["5", "+", "7"], "A", "(B)", 0),
+     (["World War 2", "World War 1"], "A", "It was world war 2, I think", 1)],
+)  # fmt: skip
+def test_choices_that_differ_in_a_sign_are_others(choices, answer, text, paid):
+    assert points("multiple_choice", sample(text, answer, choices=choices)) == [paid]
 
 
 def test_a_choice_that_is_none_is_said():
@@ -306,6 +320,47 @@ def test_rank_fidelity_is_the_mean_over_the_other_items():
         expected = math.sqrt(p * g + 1e-6) + math.sqrt((1 - p) * (1 - g) + 1e-6)
         assert mine[k] == pytest.approx(expected, abs=1e-9)
     assert points("rank_fidelity", *batch[:2]) == [0.0, 0.0]
+
+
+def test_rank_fidelity_over_three_items_one_pair_equal_one_member_silent():
+    stated = {0: ("1", "3"), 1: ("4", "none"), 2: ("2", "5")}
+    label, numbers = {0: 1, 1: 2, 2: 1}, {0: [1.0, 3.0], 1: [4.0], 2: [2.0, 5.0]}
+    mine = points("rank_fidelity", *(sample(t, label[i], id=i) for i in stated for t in stated[i]))
+    spread = {i: np.var(q, ddof=1) if len(q) > 1 else 0.0 for i, q in numbers.items()}
+    expected = []
+    for i, texts in stated.items():
+        for text in texts:
+            each = []
+            for j in stated.keys() - {i} if text != "none" else ():
+                z = (float(text) - np.mean(numbers[j])) / math.sqrt(spread[i] + spread[j] + 1e-6)
+                p, g = 0.5 * (1 + math.erf(z / 2**0.5)), (np.sign(label[i] - label[j]) + 1) / 2
+                each.append(math.sqrt(p * g + 1e-6) + math.sqrt((1 - p) * (1 - g) + 1e-6))
+            expected.append(np.mean(each) if each else 0.0)
+    assert mine == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "message"),
+    [("rank_fidelity", "good", "prompt 0 has the answer 'good'; its label must be a number"),
+     ("dynamic_iou", "a box", r"prompt 0 has the answer 'a box'; give \[left, top"),
+     ("fapo_critic", "7", "prompt 0 has total_steps = None and the answer '7'; give the number"),
+     ("listwise_agreement", "1, 2", "prompt 0 has the answer '1, 2'; give {\"scores\"")],
+)  # fmt: skip
+def test_a_label_that_cannot_be_read_is_named(name, answer, message):
+    with pytest.raises(UserError, match=message):
+        points(name, sample("1", answer))
+
+
+def test_the_last_threshold_of_the_overlap_is_the_highest():
+    for step, paid in ((25, 0.97), (26, 0.0)):
+        near = sample("[0, 0, 10, 9.7]", [0, 0, 10, 10], step=step, steps=100)
+        assert points("dynamic_iou", near) == [pytest.approx(paid)]
+
+
+def test_a_group_that_agrees_says_nothing_where_entropy_has_a_least():
+    sure, split = [sample(r"\boxed{4}")] * 4, [sample(rf"\boxed{{{x}}}") for x in (4, 4, 5, 5)]
+    assert points("answer_share", *sure, low=0.1) == [None] * 4
+    assert points("answer_share", *split, low=math.log(2) - 1e-6) == [0.5] * 4
 
 
 def test_dynamic_iou_rises_with_the_steps():

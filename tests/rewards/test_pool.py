@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jrl.errors import UserError
-from jrl.rewards import Sample, make_reward, whole_batch
+from jrl.rewards import Sample, make_reward, whole_batch, whole_group
 from jrl.rewards.pool import RewardPool
 from jrl.rewards.rules import Rules
 from jrl.types import Prompt
@@ -108,6 +108,32 @@ def test_without_workers_errors_name_function_prompt_and_remedy(kind, message):
     assert message in str(raised.value)
     assert "(prompt 1)" in str(raised.value)
     assert "reward_pool.on_error" in str(raised.value)
+
+
+def test_of_a_batch_the_sample_that_is_wrong_is_named():
+    @whole_batch
+    def nan_last(samples):
+        return [0.0] * (len(samples) - 1) + [math.nan]
+
+    named = pytest.raises(UserError, match=r"returned nan.* for sample 2 \(prompt 2\); fix")
+    with RewardPool({"f": nan_last}, workers=0, timeout_seconds=1.0) as pool, named:
+        pool.scores(samples_of("a", "b", "c"), group=1)
+
+
+def test_a_function_may_use_up_its_list_and_none_may_shorten_it():
+    def pops(samples):
+        return [float(len(samples.pop().completion)) for _ in range(len(samples))]
+
+    @whole_group
+    def filters(samples):
+        samples[:] = samples[:1]
+        return [1.0 for _ in samples]
+
+    limits = {"workers": 0, "timeout_seconds": 1.0, "on_error": "zero"}
+    with RewardPool({"pops": pops, "filters": filters}, **limits) as pool:
+        points, _, counts, _ = pool.scores(samples_of("a", "bb"), group=2)
+    assert points.tolist() == [[1.0, 0.0], [2.0, 0.0]]
+    assert counts["reward_errors"] == 1
 
 
 def test_workers_raise_too_show_the_line_are_reused_and_know_no_jax():
