@@ -67,7 +67,9 @@ class JudgeClient:
         self, table: JudgeTable, key: str, *, cache: Path | None = None, processes: int = 1
     ) -> None:
         self.table, self._key = table, key
-        how = {"temperature": table.temperature, "max_tokens": table.max_tokens, **table.fields}
+        # Servers may call different models by one name.
+        how = {"url": without_secrets(table.url or ""), "temperature": table.temperature}
+        how |= {"max_tokens": table.max_tokens, **table.fields}
         self._cache = VerdictCache(cache, table.model, how)
         self._secret = ""
         self._lock = threading.Lock()  # guards what follows
@@ -181,12 +183,12 @@ class JudgeClient:
     def _ask(self, question: Question, batch: QuestionBatch) -> tuple[str, Reply | None] | None:
         """(what is to be counted besides, the reply or None); None to ask again later."""
         name, entry, attempt = question[:3]
-        crowded, retry_after = False, 0.0
+        crowded, busy, retry_after = False, False, 0.0
         try:
             if not self._pace.wait(batch):
                 return "judge_timeouts", None
             batch.count("judge_calls")
-            if attempt:
+            if question.answered >= 0:
                 batch.count("judge_retries")
             crowded = batch.send(name)
             text = self._send(entry.question.messages, entry.vote, batch.left())
@@ -195,7 +197,8 @@ class JudgeClient:
             error.close()
             if not _is_passing(error):
                 return "judge_failures", None
-            if crowded and error.code in _TOO_MANY:
+            busy = error.code in _TOO_MANY
+            if crowded and busy:
                 self._beside = 0
                 batch.narrow()
             if retry_after := _retry_after(error.headers.get("Retry-After")):
@@ -215,9 +218,13 @@ class JudgeClient:
             batch.returned(name)
         if batch.left() <= retry_after:
             return "judge_timeouts", None
-        if attempt == self.table.retries:
-            return "judge_failures", None
+        # Where others are answered, it is a limit of rate, and not this question's fault.
+        served = self._pace.answered > max(question.answered, 0)
         question = question.again(self._pace.answered)
+        if busy and served:
+            question = question._replace(attempt=attempt)
+        elif attempt == self.table.retries:
+            return "judge_failures", None
         # Jitter, so that requests that failed together do not return together.
         wait = min(_FIRST_WAIT * 2**question.in_vain, _LONGEST_WAIT) * random.uniform(0.5, 1.5)
         batch.put(question, max(wait, retry_after))

@@ -228,7 +228,7 @@ def passes(tests: Tests, case: Case, how: str, text: str, tolerance: float) -> b
             and len(case.expected) == 1
             and same_value(value, case.expected[0], tolerance)
         )
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+    except (ValueError, SyntaxError, TypeError, ArithmeticError, RecursionError, MemoryError):
         return False
 
 

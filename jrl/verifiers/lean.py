@@ -27,7 +27,9 @@ _REFUSED = re.compile(
     r"scoped|attribute|instance|def|abbrev|structure|class|inductive|mutual|notation|infix|infixl|"
     r"infixr|prefix|postfix|macro|macro_rules|syntax|elab|elab_rules|declare_syntax_cat|"
     r"initialize|builtin_initialize|run_cmd|run_tac|run_elab|run_meta|by_elab|eval|set_option|"
-    r"debug|private|protected|noncomputable|partial|IO|System|Process|unsafeIO|unsafeBaseIO)\b"
+    r"debug|private|protected|noncomputable|partial|IO|System|Process|unsafeIO|unsafeBaseIO|"
+    r"(?:builtin_)?d?simproc(?:_decl)?|irreducible_def|register_\w+|declare_\w+|alias|deriving|"
+    r"Lean|Elab|Meta|Qq)\b"
 )
 """Words that let a text do more than prove: run programs, add axioms, change what a statement says.
 Conservative: a proof that uses one is not accepted."""

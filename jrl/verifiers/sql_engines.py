@@ -19,10 +19,15 @@ ENGINES = ("sqlite", "duckdb")
 _STEPS = 1000
 _LONGEST_VALUE = 8 << 20
 _LONGEST_QUERY = 1 << 16
+_LARGEST_RESULT = 64 << 20
+_AT_ONCE = 8
+"""Rows fetched before their size is looked at."""
 _SCRIPT_SECONDS = 10.0
-_VACUUM = re.compile(r"^\s*VACUUM\s*(?:;|\Z)", re.IGNORECASE | re.MULTILINE)
+_VACUUM = re.compile(r"(?:^|(?<=;))\s*VACUUM\s*(?:;|\Z)", re.IGNORECASE | re.MULTILINE)
 _MOST_PAGES = 1 << 18
 """Of 4 KiB, in a database that a script fills."""
+_SIZES = ("page_size", "temp_store")
+"""Pragmas of a script that do nothing; dumps have the first."""
 
 
 class QueryError(Exception):
@@ -80,6 +85,22 @@ def _bad_script(source: DatabaseSpec, error: Exception) -> UserError:
     return UserError(f"rewards.sql: {database} is no database for {source.engine}: {error}")
 
 
+def _bounded(cursor: Any, most: int) -> ResultRows:
+    """The rows of a result, one more than ``most`` where there are more.
+
+    Raises:
+      QueryError: they are too large together.
+    """
+    rows: ResultRows = []
+    size = 0
+    while len(rows) <= most and (some := cursor.fetchmany(min(_AT_ONCE, most + 1 - len(rows)))):
+        rows += some
+        size += sum(len(x) for row in some for x in row if isinstance(x, str | bytes))
+        if size > _LARGEST_RESULT:
+            raise QueryError(f"a result of more than {_LARGEST_RESULT >> 20} MiB")
+    return rows
+
+
 class _Sqlite:
     """A connection that reads: no ATTACH, PRAGMA, extension, nor anything that writes."""
 
@@ -115,6 +136,7 @@ class _Sqlite:
         """
         end = time.monotonic() + _SCRIPT_SECONDS
         self.connection.execute(f"PRAGMA max_page_count = {_MOST_PAGES}")
+        self.connection.execute("PRAGMA temp_store = MEMORY")
         self.connection.set_progress_handler(lambda: time.monotonic() > end, _STEPS)
         self.connection.set_authorizer(self._authorize_script)
         try:
@@ -132,8 +154,12 @@ class _Sqlite:
     def _authorize_script(self, action: int, first: str | None, second: str | None, *_: Any) -> int:
         attaches = action in (sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH)
         calls = action == sqlite3.SQLITE_FUNCTION and str(second).lower() in self._FUNCTIONS
-        pages = action == sqlite3.SQLITE_PRAGMA and str(first).lower() == "max_page_count"
-        return sqlite3.SQLITE_DENY if attaches or calls or pages else sqlite3.SQLITE_OK
+        pragma = str(first).lower() if action == sqlite3.SQLITE_PRAGMA else ""
+        # A temporary table has no limit of pages.
+        temporary = action == sqlite3.SQLITE_CREATE_TEMP_TABLE
+        if attaches or calls or temporary or pragma == "max_page_count":
+            return sqlite3.SQLITE_DENY
+        return sqlite3.SQLITE_IGNORE if pragma in _SIZES and second else sqlite3.SQLITE_OK
 
     def _read_names(self) -> set[str]:
         query = "SELECT name FROM sqlite_master WHERE type IN ('table', 'view')"
@@ -161,7 +187,7 @@ class _Sqlite:
         self.connection.set_progress_handler(lambda: time.monotonic() > end, _STEPS)
         try:
             cursor = self.connection.execute(query)
-            rows = cursor.fetchmany(self._max_rows + 1)
+            rows = _bounded(cursor, self._max_rows)
         except (sqlite3.Error, sqlite3.Warning, OverflowError, MemoryError, ValueError) as error:
             raise QueryError(str(error)) from None
         finally:
@@ -220,7 +246,7 @@ class _Duckdb:
             if kinds != [self._duckdb.StatementType.SELECT]:
                 raise QueryError("it is not one SELECT")
             with self._interrupted(self._seconds):
-                rows = self.connection.execute(statements[0]).fetchmany(self._max_rows + 1)
+                rows = _bounded(self.connection.execute(statements[0]), self._max_rows)
         except (self._duckdb.Error, RuntimeError, MemoryError) as error:
             raise QueryError(str(error)) from None
         if len(rows) > self._max_rows:

@@ -1,5 +1,6 @@
 """The client of judges against a server that is slow, down, limited, broken, or lies."""
 
+import collections
 import contextlib
 import socket
 import threading
@@ -227,6 +228,9 @@ def test_the_cache_is_one_of_several_clients(tmp_path):
         counted(counts, cached=1)
         assert again == first * 2
         (file,) = (tmp_path / "cache").rglob("*.json")
+        same_name = client(url.replace("127.0.0.1", "localhost"), **options)
+        _, counts = same_name.verdicts(questions("a"))  # another server, by the model's name
+        counted(counts, calls=1)
         for other in ({"model": "n"}, {"temperature": 0.5}, {"fields": {"seed": 1}}):
             _, counts = client(url, **options | other).verdicts(questions("a"))
             counted(counts, calls=1)
@@ -236,8 +240,24 @@ def test_the_cache_is_one_of_several_clients(tmp_path):
         _, counts = client(url, **options).verdicts(questions("a"))
         counted(counts, calls=1)
         files = [f for f in (tmp_path / "cache").rglob("*") if f.is_file()]
-        assert len(files) == 5
+        assert len(files) == 6
         assert {f.suffix for f in files} == {".json"}
+
+
+def test_a_limit_of_rate_costs_no_question_its_attempts():
+    """Others are answered meanwhile, so that it is not the question's fault."""
+    refused = collections.Counter()
+
+    def answer(body, number):
+        text = body["messages"][-1]["content"]
+        refused[text] += 1
+        return (429, {}, "") if refused[text] <= 6 and text in "01" else "Score: 5"
+
+    texts = [str(i) for i in range(40)]
+    with judge_server(answer) as (url, _):
+        verdicts, counts = client(url, at_once=2, retries=2).verdicts(questions(*texts))
+    assert verdicts == [0.5] * len(texts)
+    assert not counts["judge_failures"]
 
 
 def closed_port():

@@ -252,8 +252,8 @@ def test_models_read_before_anybody_waits_for_functions():
         config=SimpleNamespace(train=SimpleNamespace(steps=1)),
         kind=SimpleNamespace(task=None),
     )
-    said = {"said": lambda samples: notes.append("said") or [2.0]}
-    with RewardPool(said, workers=0, timeout_seconds=1.0) as pool:
-        drawn = judged_parts(run, source, pool).draw(SimpleNamespace(step=0))
+    functions = {"said": lambda samples: notes.append("said") or [2.0]}
+    with RewardPool(functions, workers=0, timeout_seconds=1.0) as pool:
+        drawn = judged_parts(run, source, pool).draw(SimpleNamespace(step=0, weights={}))
     assert notes == ["model", *["said"] * (N * G)]
     np.testing.assert_array_equal(drawn.rewards, np.tile(np.float32([2.0, 1.0]), (N, G, 1)))

@@ -97,6 +97,8 @@ def test_a_file_of_each_row(tmp_path):
         "BEGIN",
         "SELECT name FROM people WHERE age = 30; DROP TABLE people",
         "SELECT zeroblob(1000000000)",
+        "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c LIMIT 900) "
+        "SELECT zeroblob(8000000) FROM c",
         "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT max(x) FROM n",
         "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT x FROM n",
         "SELECT " + "(" * 5000 + "1" + ")" * 5000,
@@ -120,12 +122,14 @@ ENDLESS = (
 
 def test_a_dump_may_end_in_vacuum():
     assert paid(GOLD, schema=f"{SCRIPT}\nVACUUM;\nvacuum") == 1.0
+    assert paid(GOLD, schema=f"PRAGMA page_size=65536; {SCRIPT}; VACUUM;") == 1.0
 
 
 SCRIPTS = {
     "ATTACH DATABASE 'FILE' AS x; CREATE TABLE x.y(b);": "not authorized",
     "VACUUM INTO 'FILE'": "authorization denied",
     "PRAGMA max_page_count = 1000000000": "not authorized",
+    "CREATE TEMP TABLE large(x)": "not authorized",
     ENDLESS: "take longer than 0.5 s",
 }
 

@@ -198,6 +198,14 @@ def test_listwise_agreement_is_the_released_formula():
     assert pay([sample("no scores", answer=as_json[1])]) == [0.0]
 
 
+def test_a_judge_that_leaves_scores_out_is_paid_nothing():
+    pay = make_reward("listwise_agreement", "rewards.listwise_agreement")
+    label = json.dumps({"scores": {"a": 1, "b": 5}})
+    for scores in ("{}", '{"a": 1}', '{"a": 1e999, "b": 1e999}', '{"a": true, "b": 5}'):
+        assert pay([sample(f'{{"scores": {scores}}}', answer=label)]) == [0.0]
+    assert pay([sample('{"scores": {"a": 2, "b": 3, "c": null}}', answer=label)]) == [1.0]
+
+
 # ---------------------------------------------------------------- RISE-Judge, FARE
 
 

@@ -6,18 +6,20 @@ answer is the right verdict.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jrl.errors import UserError, unknown_choice
 from jrl.rewards.base import Sample
 from jrl.rewards.math import math_reward
 from jrl.rewards.replies import (
+    is_number,
     read_object,
     read_preference,
     read_ranking,
@@ -25,6 +27,7 @@ from jrl.rewards.replies import (
     read_step,
     read_yes_no,
 )
+from jrl.system.float32 import fits_float32
 
 # ---------------------------------------------------------------- RISE-Judge, FARE
 
@@ -114,13 +117,28 @@ def fapo_critic(samples: list[Sample], column: str = "total_steps") -> list[floa
     """
     points = []
     for sample in samples:
-        count, label = int(sample.prompt.meta[column]), int(sample.prompt.answer)
+        count, label = _wrong_step(sample, column)
         stated = read_step(sample.completion, count)
         if stated is None or (stated == -1) != (label == -1):
             points.append(-1.0)
         else:
             points.append(1.0 - abs(stated - label) / count)
     return points
+
+
+def _wrong_step(sample: Sample, column: str) -> tuple[int, int]:
+    """The number of steps of a labelled solution, and its first wrong one or -1."""
+    count, label = sample.prompt.meta.get(column), sample.prompt.answer
+    try:
+        steps, wrong = int(count), int(label)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        steps = wrong = 0
+    if not -1 <= wrong < steps:
+        raise UserError(
+            f"rewards.fapo_critic: prompt {sample.prompt.id} has {column} = {count!r:.40} and the"
+            f" answer {label!r:.40}; give the number of steps, and a step from 0 on or -1"
+        )
+    return steps, wrong
 
 
 # ---------------------------------------------------------------- RewardAnything
@@ -135,9 +153,10 @@ def listwise_agreement(samples: list[Sample]) -> list[float]:
 
         1 - sum(w p) / sum(w),  w = 1 + |l_i - l_j|
 
-    p is 1 where the order is reversed, 1/2 where unequal labels have equal scores, else 0. Fewer
-    than two responses with both are 1. The paper adds a reward of the form; a reply without a JSON
-    object of scores is 0 here, where the code mends some.
+    p is 1 where the order is reversed, 1/2 where unequal labels have equal scores, else 0. The
+    paper adds a reward of the form. Departure: a reply that does not end with a JSON object, or
+    leaves a labelled response without a finite score, is 0; the code mends some, and counts the
+    pairs that have scores, which pays an empty object in full.
 
     Args:
       samples: replies that end with {"scores": {"model-1": 2, ...}}; the answer has them, too, as
@@ -145,23 +164,44 @@ def listwise_agreement(samples: list[Sample]) -> list[float]:
     """
     points = []
     for sample in samples:
-        answer = sample.prompt.answer
-        labels = json.loads(answer) if isinstance(answer, str) else answer
-        scores = (read_object(sample.completion) or {}).get("scores")
-        readable = isinstance(scores, Mapping)
-        points.append(pair_agreement(scores, labels["scores"]) if readable else 0.0)  # type: ignore[arg-type]
+        labels = _labelled_scores(sample)
+        scores = _numbers((read_object(sample.completion) or {}).get("scores"), labels)
+        points.append(0.0 if scores is None else pair_agreement(scores, labels))
     return points
 
 
-def pair_agreement(scores: Mapping[str, Any], labels: Mapping[str, float]) -> float:
-    """The share of pairs, by weight, whose order is the labelled one.
+def _numbers(scores: Any, names: Iterable[str]) -> dict[str, float] | None:
+    """The scores of these names; None unless each is a finite number."""
+    if not isinstance(scores, Mapping):
+        return None
+    values: dict[str, Any] = {name: scores.get(name) for name in names}
+    readable = all(is_number(x) and fits_float32(x) for x in values.values())
+    return values if readable else None
+
+
+def _labelled_scores(sample: Sample) -> dict[str, float]:
+    """The scores in a row's answer."""
+    labels = answer = sample.prompt.answer
+    with contextlib.suppress(ValueError):
+        labels = json.loads(answer) if isinstance(answer, str) else answer
+    scores = labels.get("scores") if isinstance(labels, Mapping) else None
+    numbers = _numbers(scores, scores) if isinstance(scores, Mapping) else None
+    if not numbers:
+        raise UserError(
+            f"rewards.listwise_agreement: prompt {sample.prompt.id} has the answer"
+            f' {answer!r:.40}; give {{"scores": {{NAME: NUMBER, ...}}}}'
+        )
+    return numbers
+
+
+def pair_agreement(scores: Mapping[str, float], labels: Mapping[str, float]) -> float:
+    """The share of pairs, by weight, whose order is the labelled one; 1 without a pair.
 
     >>> pair_agreement({"a": 1, "b": 5, "c": 5}, {"a": 1, "b": 3, "c": 5})
     0.8636363636363636
     """
-    names = [name for name in labels if isinstance(scores.get(name), int | float)]
     total = lost = 0.0
-    for a, b in itertools.combinations(names, 2):
+    for a, b in itertools.combinations(labels, 2):
         difference, expected = scores[a] - scores[b], labels[a] - labels[b]
         weight = 1 + abs(expected)
         total += weight

@@ -196,7 +196,7 @@ def rank_fidelity(samples: list[Sample], eps: float = 1e-6) -> list[float]:
     for i, sample in enumerate(samples):
         groups.setdefault(sample.prompt.id, []).append(i)
     stated = [_number(stated_answer(sample.completion)) for sample in samples]
-    labels = {item: float(samples[rows[0]].prompt.answer) for item, rows in groups.items()}
+    labels = {item: _label(samples[rows[0]]) for item, rows in groups.items()}
     scores = {
         item: [q for i in rows if (q := stated[i]) is not None] for item, rows in groups.items()
     }
@@ -216,6 +216,17 @@ def rank_fidelity(samples: list[Sample], eps: float = 1e-6) -> list[float]:
             total += math.sqrt(p * g + eps) + math.sqrt((1 - p) * (1 - g) + eps)
         points.append(total / len(others))
     return points
+
+
+def _label(sample: Sample) -> float:
+    answer = sample.prompt.answer
+    try:
+        return float(answer)
+    except (TypeError, ValueError):
+        raise UserError(
+            f"rewards.rank_fidelity: prompt {sample.prompt.id} has the answer {answer!r:.40}; its"
+            " label must be a number"
+        ) from None
 
 
 def _number(text: str) -> float | None:
@@ -246,7 +257,12 @@ def dynamic_iou(
     for sample in samples:
         share = sample.step / sample.steps if sample.steps else 0.0
         stage = sum(share > limit for limit in shares)
-        overlap = box_overlap(_box(stated_answer(sample.completion)), _box(sample.prompt.answer))
+        if (labelled := _box(answer := sample.prompt.answer)) is None:
+            raise UserError(
+                f"rewards.dynamic_iou: prompt {sample.prompt.id} has the answer {answer!r:.40};"
+                " give [left, top, right, bottom]"
+            )
+        overlap = box_overlap(_box(stated_answer(sample.completion)), labelled)
         points.append(overlap if overlap >= thresholds[stage] else 0.0)
     return points
 

@@ -69,4 +69,5 @@ Follow this plan, and end with the answer in \\boxed{}.
         ("plan",),
         (("plan",),),
     ),
+    reads_answer=True,
 )

@@ -120,8 +120,8 @@ def _turns(sample: Sample) -> str:
     """An episode's messages, those of the policy numbered."""
     number, lines = itertools.count(1), []
     for message in sample.messages:
-        own = message["role"] == "assistant"
-        name = f"Step {next(number)}" if own else str(message["role"])
+        by_policy = message["role"] == "assistant"
+        name = f"Step {next(number)}" if by_policy else str(message["role"])
         lines.append(f"{name}: {message['content']}")
     return "\n\n".join(lines)
 
