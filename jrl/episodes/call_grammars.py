@@ -116,6 +116,10 @@ def _parameters(schema: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[st
     }, names
 
 
+_FREE = "/([^<]|<[^\\/fp])*/"
+"""A text among other expressions; it may not hold the beginning of a closing tag."""
+
+
 def _coder_rules(name: str, schema: Mapping[str, Any], rule: str, literal: Literal) -> list[str]:
     """Parameters between tags, strings without quotes; see ``parsers.qwen3_coder``."""
     properties, required = _parameters(schema)
@@ -125,7 +129,12 @@ def _coder_rules(name: str, schema: Mapping[str, Any], rule: str, literal: Liter
             raise UserError(f"the argument {key!r} cannot be written between tags; rename it")
         parts.append(f"{rule}_{i}" + ("" if key in required else "?"))
         text, close = literal(f"\n<parameter={key}>\n"), literal("\n</parameter>")
-        rules.append(f"{rule}_{i}: {text} {_coder_value(value)} {close}")
+        if _coder_value(value) == _FREE and close.startswith('"'):
+            # Up to the whole closing tag, the first of them: a text may hold the beginning of one.
+            rules.append(f"{rule}_{i}: {text} {rule}_{i}_v")
+            rules.append(f"{rule}_{i}_v[suffix={close}]: /(?s:.*)/")
+        else:
+            rules.append(f"{rule}_{i}: {text} {_coder_value(value)} {close}")
     parts.append(literal("\n</function>\n</tool_call>"))
     return [f"{rule}: " + " ".join(parts), *rules]
 
@@ -136,16 +145,18 @@ def _coder_value(schema: Any) -> str:
         return json_expression(schema)
     schema = resolved(schema, schema)
     for word in ("anyOf", "oneOf"):  # such as a text or null, the text without quotes
-        if isinstance(options := schema.get(word), list):
+        if isinstance(options := schema.get(word), list) and options:
             shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-            return "(" + " | ".join(_coder_value({**shared, **option}) for option in options) + ")"
+            shared |= {"type": schema["type"]} if "type" in schema else {}
+            each = [{**shared, **x} if isinstance(x, Mapping) else x for x in options]
+            return "(" + " | ".join(map(_coder_value, each)) + ")"
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if values is not None:
-        if not all(isinstance(v, str) and v and "<" not in v for v in values) or not values:
+        if not values or not all(v and "<" not in v for v in values if isinstance(v, str)):
             raise UserError("an enum of this format has texts without '<'")
-        return "(" + " | ".join(json.dumps(v) for v in values) + ")"
-    # A text ends at its closing tag, so it may not hold the beginning of one.
-    return "/([^<]|<[^\\/fp])*/"
+        written = [v if isinstance(v, str) else json.dumps(v) for v in values]
+        return "(" + " | ".join(map(json.dumps, written)) + ")"
+    return _FREE
 
 
 def _gemma_rules(name: str, schema: Mapping[str, Any], rule: str, literal: Literal) -> list[str]:

@@ -287,7 +287,8 @@ def allowed_kinds(schema: Any, root: Any = None, depth: int = 0) -> set[str]:
     if not isinstance(schema, Mapping) or depth > _DEEPEST:
         return set()
     kind = schema.get("type")
-    kinds = {kind} if isinstance(kind, str) else set(kind) if isinstance(kind, list) else set()
+    listed = kind if isinstance(kind, list) else [kind]
+    kinds = {name for name in listed if isinstance(name, str)}
     for word in ("anyOf", "oneOf"):
         options = schema.get(word)
         if isinstance(options, list):

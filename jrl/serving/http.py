@@ -236,7 +236,9 @@ class Service:
             "object": "model",
             "created": self.created,
             "owned_by": "jrl",
-            "max_model_len": self.limits.max_length,
+            "max_model_len": min(
+                self.limits.max_length, self.limits.prompt_tokens + self.limits.max_new_tokens
+            ),
         }
 
     async def completions(self, request: Request) -> Response:
@@ -468,7 +470,8 @@ def _failed(error: Exception) -> Json:
 
 
 def _line(data: Json) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    # Escaped: some clients end a line at U+2028 and others of Unicode's, too.
+    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
 
 
 def _stream(lines: Lines, stack: contextlib.ExitStack) -> Response:

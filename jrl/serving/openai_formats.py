@@ -57,6 +57,9 @@ def reply_grammar(
         grammars.check(grammar)
     except UserError as error:
         raise ApiError(f"{param}: {error}", param=param) from None
+    except (RecursionError, TypeError):  # nested without end, or a keyword of another type
+        problem = f"{param}: the schema is no JSON schema that can be followed; simplify it"
+        raise ApiError(problem, param=param) from None
     return grammar
 
 
@@ -73,7 +76,11 @@ def _grammar(tools: Tools | None, schema: Any, grammars: Grammars, thinking: boo
         options.append("answer")
     thought = ""
     if thinking:
-        rules += f"thought: /([^<]|<[^\\/])*/ {grammars.literal(THOUGHT_END)} /[ \\n]{{0,4}}/\n"
+        end = grammars.literal(THOUGHT_END)
+        if end.startswith("<["):  # a token of its own, which no text matches
+            rules += f"thought: /(?s:.*)/ {end} /[ \\n]{{0,4}}/\n"
+        else:
+            rules += f"thought: thinking /[ \\n]{{0,4}}/\nthinking[suffix={end}]: /(?s:.*)/\n"
         thought = "thought "
     return f"start: {thought}({' | '.join(options)})\n{rules}"
 

@@ -159,7 +159,9 @@ class ReplyChoice:
         starts = [0, *self._ends]
         top = None
         if self._request.top_logprobs:
-            top = [{self._piece(t): _finite(x) for t, x in self._reports[i].top} for i in tokens]
+            # Of two tokens with one text the likelier counts, which comes first.
+            of_token = [reversed(self._reports[i].top) for i in tokens]
+            top = [{self._piece(t): _finite(x) for t, x in each} for each in of_token]
         return {
             "tokens": [self._piece(self._tokens[i]) for i in tokens],
             "token_logprobs": [_finite(self._reports[i].logprob) for i in tokens],
@@ -168,7 +170,10 @@ class ReplyChoice:
         }
 
     def _piece(self, token: int) -> str:
-        return self._tokenizer.decode([token], skip_special=False)
+        # Decoders may drop the space at the beginning of a text, so a token stands before it.
+        decode, end = self._tokenizer.decode, self._tokenizer.eos_id
+        before = decode([end], skip_special=False)
+        return decode([end, token], skip_special=False)[len(before) :]
 
 
 def _before(text: str, stop: str) -> str:

@@ -25,7 +25,13 @@ from jrl.sampling.request import TOP_LOGPROBS, Request, RequestLimits
 from jrl.sampling.text import check_stop, longest_text
 from jrl.serving.api_error import ApiError, Json
 from jrl.serving.openai_formats import reply_grammar
-from jrl.serving.openai_tools import Tools, conversation, read_tools, told_calls
+from jrl.serving.openai_tools import (
+    Tools,
+    conversation,
+    read_tools,
+    takes_one_call,
+    told_calls,
+)
 
 IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
@@ -39,6 +45,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (None, True),
     "continue_final_message": (None, False),
     "suffix": (None, ""),
+    "ignore_eos": (None, False),
+    "include_stop_str_in_output": (None, False),
+    "length_penalty": (None, 1),
+    "min_tokens": (None, 0),
+    "skip_special_tokens": (None, True),
+    "stop_token_ids": (None, []),
     "echo": (None, False),
     "parallel_tool_calls": (None, True, False),
     "functions": (None, []),
@@ -64,15 +76,13 @@ ACCEPTED: Mapping[bool, frozenset[str]] = {
 }
 """The parameters of completions (False) and of chat completions (True)."""
 
-_READ = ("tool_calls", "tool_call_id", "reasoning_content", "reasoning")
-"""Message fields read by the chat template, in addition to role and content; the last is another
-name of the one before it."""
+_CHANGING = ("audio", "function_call", "prefix", "partial")
+"""Fields of a message that would change the reply, and that this server does not read."""
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Values of ``reasoning_effort``, as in OpenAI's API."""
 
 _TEXTS = ("role", "content", "reasoning_content")
-_EMPTY: tuple[Any, ...] = (None, [], {})
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for completions; a chat completion may be as long as the limits allow."""
@@ -152,6 +162,9 @@ def parse(
     _check_model(_get(body, "model", str, None), model)
     n = _n(body, limits)
     tools = read_tools(body, parser) if chat else None
+    served: Any = tokenizer  # a cache's key
+    if tools is not None and takes_one_call(served):
+        tools = tools._replace(single=True)
     if chat:
         prompts = _chat_prompt(body, tokenizer, limits, tools)
     else:
@@ -370,10 +383,8 @@ def _chat_prompt(
         if not message["role"] or not isinstance(message.get("name") or "", str):
             wrong = "name" if message["role"] else "role"
             raise ApiError(f"{where}.{wrong} must be a text", param=f"{where}.{wrong}")
-        supported = ("role", "content", "name", "refusal", *_READ)
-        # Clients send replies back with fields that hold nothing, such as "annotations": [].
-        more = [name for name in message if name not in supported and message[name] not in _EMPTY]
-        if more:
+        # Other fields change no prompt: clients send replies back with fields of their own.
+        if more := [name for name in _CHANGING if message.get(name)]:
             raise ApiError(
                 f"{where}.{more[0]} is not supported by this server", param=f"{where}.{more[0]}"
             )
@@ -426,9 +437,12 @@ def _template_variables(body: Json, tokenizer: Tokenizer) -> Json:
 def _plain(message: Json, where: str) -> Json:
     """The message as chat templates take it."""
     calls = told_calls(message, where) or {}
-    if calls and message.get("content") is None:  # words are optional beside calls
+    # Words are optional beside calls; an empty list of them is sent by some servers.
+    if message.get("content") is None and (calls or message.get("tool_calls") == []):
         message = message | {"content": ""}
     plain = {"role": message["role"], "content": _content(message, where), **calls}
+    if message.get("name"):
+        plain["name"] = message["name"]
     if message.get("tool_call_id") is not None:
         plain["tool_call_id"] = str(message["tool_call_id"])
     field = "reasoning" if message.get("reasoning_content") is None else "reasoning_content"
@@ -546,7 +560,11 @@ def _logit_bias(body: Json, limits: RequestLimits) -> dict[int, float]:
 def _stop(body: Json, tokenizer: Tokenizer) -> tuple[str, ...]:
     stop = body.get("stop")
     stop = [] if stop is None else [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, list) or not all(isinstance(s, str) for s in stop) or len(stop) > 4:
+    texts = isinstance(stop, list) and all(isinstance(s, str) for s in stop)
+    if texts:  # at a stop token's own text the completion ends in any case
+        ends = {tokenizer.decode([i], skip_special=False) for i in tokenizer.stop_ids}
+        stop = [text for text in stop if text not in ends]
+    if not texts or len(stop) > 4:
         raise ApiError("stop must be a string or an array of at most 4 strings", param="stop")
     for text in stop:
         if len(text) > _LONGEST_STOP:

@@ -7,7 +7,9 @@ cannot be read is a message without calls.
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,10 +18,13 @@ from jrl.episodes.parsers import PARSERS, Call, Parser, Schemas, get_parser
 from jrl.errors import UserError
 from jrl.models.chat_frames import (
     Frames,
+    Message,
+    calling,
     chat_template,
     check_fields,
     check_variables,
     conversation_ids,
+    left_out,
 )
 from jrl.models.file_tokenizer import FileTokenizer
 from jrl.models.tokenizer import Tokenizer
@@ -28,6 +33,7 @@ from jrl.system.json_text import json_or_none
 
 _ID_SIZE = 9
 """Letters and digits of a call's id: what templates of Mistral's models ask for."""
+_ID = re.compile(rf"[A-Za-z0-9]{{{_ID_SIZE}}}")
 
 
 class Tools(NamedTuple):
@@ -179,6 +185,24 @@ def _read_tool(entry: Any, i: int) -> Json:
     return {"type": "function", "function": {**function, "parameters": parameters}}
 
 
+@functools.lru_cache(maxsize=8)
+def takes_one_call(tokenizer: Any) -> bool:
+    """Whether the chat template refuses two calls in a turn, as Llama 3's does.
+
+    A reply with two would end the conversation: clients send it back.
+    """
+    if not isinstance(tokenizer, FileTokenizer) or not tokenizer.templates:
+        return False
+    frames = Frames(tokenizer, chat_template(tokenizer, tools=True), {})
+
+    def refuses(names: Sequence[str]) -> bool:
+        ids = [f"jrlcall0{i}" for i, _ in enumerate(names)]
+        call = calling(names, ids, content="", as_text=False)
+        return frames.refuses([{"role": "user", "content": "a"}, call])
+
+    return not refuses(["f"]) and refuses(["f", "g"])
+
+
 def told_calls(message: Json, where: str) -> Json | None:
     """{"tool_calls": ...} of a message as templates take it; None for a message without calls.
 
@@ -192,6 +216,8 @@ def told_calls(message: Json, where: str) -> Json | None:
         raise ApiError(
             f"{where}.tool_calls must be an array, of the assistant", param=f"{where}.tool_calls"
         )
+    if not calls:  # as some servers write it; a template would take it for calls
+        return None
     names = [f"{where}.tool_calls[{i}]" for i in range(len(calls))]
     return {"tool_calls": [_read_call(*pair) for pair in zip(calls, names, strict=True)]}
 
@@ -241,15 +267,21 @@ def conversation(
         frames = Frames(
             tokenizer, chat_template(tokenizer, tools=tools is not None), template_values
         )
-    text = frames.render(results) if frames else tokenizer.chat(results, **template_values)
-    names = [c["function"]["name"] for m in messages for c in m.get("tool_calls", ())]
-    for name in [*tools.schemas, *names] if tools else ():
-        if name not in text:
-            raise UserError(
-                f"the model's chat template does not write the tool {name!r}; tell of tools and"
-                " their calls in messages"
-            )
-    return conversation_ids(frames, results, "assistant") if frames else tokenizer.encode(text)
+
+    def render(messages: Sequence[Message], tools: Sequence[Message]) -> str:
+        used = {**template_values, "tools": list(tools)} if tools else template_values
+        if frames is not None:
+            return frames._replace(variables=used).render(messages)
+        return tokenizer.chat(messages, **used)
+
+    if name := left_out(render, results, offered):
+        raise UserError(
+            f"the model's chat template does not write the tool {name!r}; tell of tools and their"
+            " calls in messages"
+        )
+    if frames is not None:
+        return conversation_ids(frames, results, "assistant")
+    return tokenizer.encode(render(results, offered))
 
 
 def calls_of(raw: str, tools: Tools) -> tuple[str | None, list[Json]]:
@@ -268,11 +300,15 @@ def calls_of(raw: str, tools: Tools) -> tuple[str | None, list[Json]]:
     if not parsed or len(calls) < len(parsed) or any(c.name in tools.barred for c in calls):
         return None, []
     begin = 0 if tools.parser.begin is None else tools.parser.begin(raw, tools.schemas)
-    taken = calls[:1] if tools.single else calls
-    return raw[:begin].strip() or None, [_written(call) for call in taken]
+    taken, used = calls[:1] if tools.single else calls, set[str]()
+    return raw[:begin].strip() or None, [_written(call, used) for call in taken]
 
 
-def _written(call: Call) -> Json:
-    name = call.id or secrets.token_hex(_ID_SIZE)[:_ID_SIZE]
+def _written(call: Call, used: set[str]) -> Json:
+    """A call as a message has it, with its own id where templates take it and no other has it."""
+    name = call.id
+    if name in used or not _ID.fullmatch(name):
+        name = secrets.token_hex(_ID_SIZE)[:_ID_SIZE]
+    used.add(name)
     arguments = json.dumps(call.arguments, ensure_ascii=False)
     return {"id": name, "type": "function", "function": {"name": call.name, "arguments": arguments}}

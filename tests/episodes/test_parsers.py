@@ -294,6 +294,8 @@ SILENT = [
     ("mistral", '[TOOL_CALLS]fs/add:it[ARGS]{"a": 1}', (Call("fs/add:it", {"a": 1}),)),
     ("gemma", "```tool_code \r\n[add(a=1), add(a=2)]\r\n```", (ONE, TWO)),
     ("gpt_oss", "<|channel|>final<|message|>Write to=functions.add there.<|return|>", ()),
+    ("mistral", '[TOOL_CALLS] {"name": "add", "arguments": {"a": 1}}\n{"name": "add", "arguments": '
+     '{"a": 2}}', (ONE, TWO)),
 ]  # fmt: skip
 
 
@@ -408,6 +410,10 @@ def test_long_texts_take_little_time(family):
     for piece in (*MARKS, " ", "\n", "{", '{"name": ', "<", "["):
         PARSERS[family].parse(piece * (20_000 // len(piece)), {})
         PARSERS[family].parse(f"<tool_call><function=f>{' ' * 20_000}x</function></tool_call>", {})
+    spaces = " " * 40_000
+    PARSERS[family].parse(f"[TOOL_CALLS]write{spaces}", {})
+    PARSERS[family].parse(f"<tool_call><function=f><parameter=a>{spaces}", {})
+    PARSERS[family].parse("<|channel|>analysis" * 2_000, {})
     assert time.perf_counter() - begin < 10
 
 

@@ -10,6 +10,7 @@ import pytest
 from hub_mirror import byte_tokenizer
 from needs_extra import require
 
+from jrl.episodes import call_grammars
 from jrl.episodes.call_grammars import call_rules, json_expression
 from jrl.episodes.parsers import PARSERS, Call
 from jrl.errors import UserError
@@ -306,6 +307,24 @@ def test_a_format_that_any_text_has_is_no_reason_to_refuse():
     schema = {"type": "object", "properties": fields | {"format": {"const": {"format": "path"}}}}
     grammars.check(f"start: {json_expression(schema)}\n")
     assert '"const": {"format": "path"}' in json_expression(schema)
+
+
+def test_a_coder_writes_texts_without_quotes_whatever_else_an_argument_may_be():
+    """Strict schemas have null in the types of optional arguments."""
+    text = call_grammars._coder_value({"type": "string"})
+    optional = {"type": ["string", "null"], "enum": ["c", "f", None]}
+    assert call_grammars._coder_value(optional) == '("c" | "f" | "null")'
+    assert (
+        call_grammars._coder_value({"type": ["string", "integer"], "enum": ["a", 1]})
+        == '("a" | "1")'
+    )
+    dates = {"type": "string", "anyOf": [{"format": "date"}, {"format": "date-time"}]}
+    assert call_grammars._coder_value(dates) == f"({text} | {text})"
+    assert text in call_grammars._coder_value(
+        {"type": "string", "anyOf": [True, {"type": "string"}]}
+    )
+    with pytest.raises(UserError, match="texts without '<'"):
+        call_grammars._coder_value({"type": "string", "enum": ["a<b"]})
 
 
 @pytest.mark.parametrize(("ask", "message"), BAD)

@@ -9,8 +9,8 @@ from jrl.episodes.parsers.base import Call, Malformed, Part, Schemas, family, ma
 from jrl.episodes.parsers.json_calls import after_space, call_with, dumps, json_at
 
 _HEAD = re.compile(
-    r"(?:\A|<\|start\|>|<\|channel\|>)([^<]*(?:<\|(?:channel|constrain)\|>[^<]*)*)<\|message\|>"
-)
+    r"(?:\A|<\|start\|>|<\|channel\|>)([^<]*(?:<\|(?:channel|constrain)\|>[^<]*){0,8})<\|message\|>"
+)  # of a header without an end, every mark would be tried up to the text's
 _END_OF_MESSAGE = re.compile(r"<\|call\|>|<\|end\|>|<\|return\|>|\Z")
 _RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
 _CALL_END = "<|call|>"

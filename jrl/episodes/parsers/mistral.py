@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from jrl.episodes.parsers.base import Call, Part, Schemas, family, malformed
+from jrl.episodes.parsers.base import Call, Malformed, Part, Schemas, family, malformed
 from jrl.episodes.parsers.json_calls import call_of, call_with, dumps, json_at
 
 _MARK = "[TOOL_CALLS]"
-_HEAD = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\](\w*))?(?:\[ARGS\])?\s*(?=\{)")
+# Possessive: spaces without end, which a policy may write, would be tried in every division.
+_HEAD = re.compile(r"\s*+([^\s\[\]{}]++)\s*+(?:\[CALL_ID\](\w*+))?(?:\[ARGS\])?\s*+(?=\{)")
+_NEXT = re.compile(r"[\s,;]*+(?=[\[{]\s*+[\"{])")
+"""A further object or list behind one."""
 _LIST = re.compile(r"\s*[\[{]")
 
 
@@ -24,11 +27,16 @@ def _scan(text: str, schemas: Schemas) -> Iterator[Part]:
             call = call._replace(id=head[2] or "") if isinstance(call, Call) else call
             yield Part(mark, end, call)
         else:
-            items = value if isinstance(value, list) else [value]
-            for item in items:
-                yield Part(mark, end, call_of(item), _LIST.match(text, at) is None)
-            if not items:
-                yield Part(mark, end, malformed("[TOOL_CALLS] without a call"))
+            while True:
+                items = value if isinstance(value, list) else [value]
+                for item in items:
+                    yield Part(mark, end, call_of(item), _LIST.match(text, at) is None)
+                if not items:
+                    yield Part(mark, end, malformed("[TOOL_CALLS] without a call"))
+                further = None if isinstance(value, Malformed) else _NEXT.match(text, end)
+                if further is None:
+                    break
+                value, end = json_at(text, further.end())
         mark = text.find(_MARK, max(at, end))
 
 

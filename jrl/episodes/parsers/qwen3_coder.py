@@ -17,7 +17,9 @@ _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?")
 # Strings are not quoted here, so the end of a value is a closing tag that something follows which
 # may follow a value. A closing tag in the middle of a text is text.
 _VALUE_END = re.compile(r"\n?</parameter>(?=\s*(?:<parameter=[^>\n]+>|</function>|\Z))")
-_UNCLOSED = re.compile(r"\n?(?=\n<parameter=[^>\n]+>\n|\s*</function>\s*(?:</tool_call>|\Z))")
+# A tag that may follow a value; the space before </function> is removed afterwards, since a search
+# for space would begin at every one.
+_UNCLOSED = re.compile(r"\n?(?=\n<parameter=[^>\n]+>\n)|</function>\s*+(?:</tool_call>|\Z)")
 _FUNCTION_END = re.compile(r"\s*</function>")
 
 
@@ -48,10 +50,13 @@ def _scan(text: str, schemas: Schemas) -> Iterator[Part]:
 def _parameter_value(text: str, at: int) -> tuple[str, int]:
     """The text of a parameter, and where its closing tag ends; the tag may be missing."""
     closed, unclosed = _VALUE_END.search(text, at), _UNCLOSED.search(text, at)
-    if unclosed and (closed is None or unclosed.start() < closed.start()):
+    if unclosed:
+        begin, end = unclosed.span()
+        if unclosed[0].startswith("<"):
+            begin = end = at + len(text[at:begin].rstrip())
         between = text[at : closed.start()] if closed else ""
-        if closed is None or "\n<parameter=" in between:
-            return text[at : unclosed.start()], unclosed.end()
+        if closed is None or (begin < closed.start() and "\n<parameter=" in between):
+            return text[at:begin], end
     if closed:
         return text[at : closed.start()], closed.end()
     return text[at:], len(text)
