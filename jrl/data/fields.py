@@ -21,19 +21,26 @@ But see ``_questions``.
 
 
 def layout(
-    source: Dataset, question: str, answer: str | None, *, needs_answer: bool = True
+    source: Dataset,
+    question: str | None,
+    answer: str | None,
+    *,
+    needs_answer: bool = True,
+    chat: bool = True,
 ) -> tuple[str, str | None]:
     """The fields of question and answer, by the first row where they have their usual names.
 
     Args:
       source: the rows.
-      question: its configured name.
+      question: its configured name; None looks for the usual ones.
       answer: its configured name; None for none.
       needs_answer: False where rows may lack it: then it is None for rows without.
+      chat: whether prompts may be messages.
     """
     first = source[0] if len(source) else {}
-    if question == QUESTIONS[0]:
-        question = next((name for name in _questions(first) if has(first, name)), question)
+    if question is None or (question == QUESTIONS[0] and not has(first, question)):
+        usual = _questions(first, chat)
+        question = next((name for name in usual if has(first, name)), QUESTIONS[0])
     if answer == ANSWERS[0]:
         answer = next((name for name in ANSWERS if has(first, name)), answer)
     if answer is not None and not needs_answer and not has(first, answer):
@@ -41,14 +48,15 @@ def layout(
     return question, answer
 
 
-def _questions(row: Mapping[str, Any]) -> tuple[str, ...]:
+def _questions(row: Mapping[str, Any], chat: bool) -> tuple[str, ...]:
     """Names of a row's question, the first that it has.
 
     verl's rows may keep the bare question beside the prompt's messages, which instruct the policy
-    too. In Alpaca's, "input" is only what an instruction is about, or empty.
+    too, and which a chat template alone can render. In Alpaca's, "input" is only what an
+    instruction is about, or empty.
     """
     messages = not isinstance(row.get("prompt"), str | None)
-    if messages and ("reward_model" in row or "data_source" in row):
+    if chat and messages and ("reward_model" in row or "data_source" in row):
         return ("prompt",)
     return tuple(name for name in QUESTIONS if name != "input" or "instruction" not in row)
 

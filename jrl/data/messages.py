@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import string
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from jrl.models.chat_frames import (
     check_fields,
     check_variables,
     conversation_ids,
+    left_out,
     refuse_controls,
 )
 from jrl.models.file_tokenizer import FileTokenizer
@@ -33,6 +35,8 @@ from jrl.types import NOTHING
 _dumps = functools.partial(json.dumps, ensure_ascii=False)
 Messages = list[dict[str, Any]]
 _THINK = "<think>"
+_REASONS = "JRLREASONSJRL"
+"""Placeholder for the reasons of an answer."""
 
 
 def read_messages(value: Any, name: str, where: str) -> Messages:
@@ -245,27 +249,46 @@ class Wording(NamedTuple):
           UserError: the template refuses the messages, or leaves out tools or calls.
         """
         if self.template != "chat":
-            question = messages[-1]["content"]
-            before, _, after = ("", "", "")
-            if self.template != "plain":
-                before, _, after = self.template.partition("{question}")
-                before, after = before.format(), after.format(question=question)
-            spans = []
-            if self.system is not None:
-                spans.append((0, len(self.system)))
-                before = f"{self.system}\n\n{before}"
-            spans.append((len(before), len(before) + len(question)))
-            text = before + question + after
-            return text, _plain_ids(self.tokenizer, text, spans)
+            if tools:
+                raise UserError(
+                    f"{where}: data.template = {self.template!r:.60} has no place for the row's"
+                    " tools; set it to 'chat', or remove them"
+                )
+            return self._without_chat(messages[-1]["content"])
         frames = self._frames(tools)
+        if frames is not None:
+            check_fields(frames.tokenizer, messages, tools, where)
+        text = self._render(messages, tools)
+        _check_written(left_out(self._render, messages, tools or ()), where)
         if frames is None:
-            text = self.tokenizer.chat(messages)
             return text, self.tokenizer.encode(text)
-        check_fields(frames.tokenizer, messages, tools, where)
-        text = frames.render(messages)
-        calls = [c["function"]["name"] for m in messages for c in m.get("tool_calls", ())]
-        _check_written(text, [*(t["function"]["name"] for t in tools or ()), *calls], where)
         return text, conversation_ids(frames, messages, ASSISTANT)
+
+    def _without_chat(self, question: str) -> tuple[str, list[int]]:
+        """The text of a prompt by a template of one's own, or by none, and its token ids."""
+        text, spans = "", []
+        if self.system is not None:
+            spans.append((0, len(self.system)))
+            text = f"{self.system}\n\n"
+        template = "{question}" if self.template == "plain" else self.template
+        for words, field, *_ in string.Formatter().parse(template):
+            text += words
+            if field is not None:
+                spans.append((len(text), len(text) + len(question)))
+                text += question
+        return text, _plain_ids(self.tokenizer, text, spans)
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        prompt: bool = True,
+    ) -> str:
+        """The chat template's text of a conversation, which may end where the policy speaks."""
+        if (frames := self._frames(tools)) is None:
+            return self.tokenizer.chat(messages, add_generation_prompt=prompt)
+        return frames.render(messages, prompt=prompt)
 
     def completion(
         self,
@@ -296,24 +319,38 @@ class Wording(NamedTuple):
         ]
         for part in parts:
             refuse_controls(self.tokenizer, part, f"{where}: {name}")
-        extra = message.get("tool_calls") or message.get("reasoning_content")
         if self.template == "chat":
-            frames = self._frames(tools)
-            finished = [*messages, dict(message)]
-            whole = (
-                self.tokenizer.chat(finished, add_generation_prompt=False)
-                if frames is None
-                else frames.render(finished, prompt=False)
-            )
-            answer, ids = after_prompt(self.tokenizer, whole, text, answer)
+            whole = self._render([*messages, dict(message)], tools, prompt=False)
+            _, ids = after_prompt(self.tokenizer, whole, text, answer)
         else:
-            ids = self.tokenizer.encode(answer)
-        if extra is not None:
-            calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
-            reasons = message.get("reasoning_content") or ""
-            _check_written(answer, [*calls, *([reasons.strip()] * bool(reasons))], where)
+            ids = ids_after(self.tokenizer, text, without_repeated_mark(text, answer))
+        self._check_message_written(message, messages, text, tools, where)
         end = end_of_turn(self.tokenizer, self.template)
         return until_stop(ids, self.tokenizer, end)
+
+    def _check_message_written(
+        self,
+        message: Mapping[str, Any],
+        messages: Messages,
+        text: str,
+        tools: Sequence[Mapping[str, Any]] | None,
+        where: str,
+    ) -> None:
+        """Raises UserError where calls or reasons of the answer are not written behind a prompt."""
+        reasons = message.get("reasoning_content")
+        if not reasons and not message.get("tool_calls"):
+            return
+
+        def written(finished: Messages, _: Any = None) -> str:
+            if self.template != "chat":
+                return ""
+            whole = self._render([*messages, *finished], tools, prompt=False)
+            return whole[len(text) :] if whole.startswith(text) else ""
+
+        _check_written(left_out(written, [dict(message)]), where)
+        marked = {**message, "reasoning_content": _REASONS}
+        if reasons and _REASONS not in written([marked]):
+            _check_written(str(reasons).strip(), where)
 
     def _frames(self, tools: Sequence[Mapping[str, Any]] | None) -> Frames | None:
         """The chat template; None for a tokenizer that is not of a checkpoint."""
@@ -332,14 +369,20 @@ def _plain_ids(tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]]
     return tokenizer.encode_framed(text, spans, add_special=True)
 
 
-def _check_written(text: str, names: Sequence[str], where: str) -> None:
-    """Raises UserError for what a template leaves out."""
-    for name in names:
-        if name not in text and json.dumps(name)[1:-1] not in text:
-            raise UserError(
-                f"{where}: the model's chat template does not write {name!r:.60}, of the row's"
-                " tools, tool_calls or reasoning_content; remove it, or take a template that does"
-            )
+def _check_written(missing: str, where: str) -> None:
+    """Raises UserError for what a template leaves out, if anything."""
+    if missing:
+        raise UserError(
+            f"{where}: the model's chat template does not write {missing!r:.60}, of the row's"
+            " tools, tool_calls or reasoning_content; remove it, or take a template that does"
+        )
+
+
+def ids_after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
+    """Token ids of a text behind another, which the space of some tokenizers depends on."""
+    if isinstance(tokenizer, FileTokenizer):
+        return tokenizer.encode_after(before, text)
+    return tokenizer.encode(text)
 
 
 def after_prompt(
@@ -354,11 +397,9 @@ def after_prompt(
     """
     if not conversation.startswith(prompt):
         answer = without_repeated_mark(prompt, answer)
-        return answer, tokenizer.encode(answer)
-    answer = conversation[len(prompt) :]
-    if isinstance(tokenizer, FileTokenizer):
-        return answer, tokenizer.encode_after(prompt, answer)
-    return answer, tokenizer.encode(answer)
+    else:
+        answer = conversation[len(prompt) :]
+    return answer, ids_after(tokenizer, prompt, answer)
 
 
 def without_repeated_mark(prompt: str, answer: str) -> str:
@@ -368,7 +409,10 @@ def without_repeated_mark(prompt: str, answer: str) -> str:
     'a</think>b'
     """
     begun = prompt.rstrip().endswith(_THINK) and answer.lstrip().startswith(_THINK)
-    return answer.lstrip()[len(_THINK) :].removeprefix("\n") if begun else answer
+    if not begun:
+        return answer
+    answer = answer.lstrip()[len(_THINK) :]
+    return answer.removeprefix("\n") if prompt.endswith("\n") else answer
 
 
 def end_of_turn(tokenizer: Tokenizer, template: str) -> int:

@@ -25,14 +25,14 @@ READINGS = {"goals": "jrl.zoo.methods.goals:GoalRows"}
 """Need of a method -> (rows of pairs) -> the rows that it is trained on, a ``Dataset``."""
 
 
-def rows_for(needs: frozenset[str], rows: Dataset) -> Dataset:
+def rows_for(reads: frozenset[str], rows: Dataset) -> Dataset:
     """Rows of pairs as a method reads them.
 
     Args:
-      needs: the method's, of which those in ``READINGS`` say how.
+      reads: of the method's ``Needs``, of which those in ``READINGS`` say how.
       rows: as they are in the file.
     """
-    for need in sorted(needs & READINGS.keys()):
+    for need in sorted(reads & READINGS.keys()):
         rows = load(READINGS[need], "method")(rows)
     return rows
 

@@ -14,7 +14,13 @@ from jrl.data.answers import find_answer
 from jrl.data.datasets import Dataset
 from jrl.data.fields import check_fields, layout, look_up
 from jrl.data.invalid import Overlong, TooLong, read_rows
-from jrl.data.messages import Wording, end_of_turn, read_tools, without_repeated_mark
+from jrl.data.messages import (
+    Wording,
+    end_of_turn,
+    ids_after,
+    read_tools,
+    without_repeated_mark,
+)
 from jrl.errors import UserError
 from jrl.models.chat_frames import refuse_controls
 from jrl.models.tokenizer import Tokenizer
@@ -55,7 +61,7 @@ def build_prompts(
     source: Dataset,
     wording: Wording | Tokenizer,
     *,
-    question_key: str = "question",
+    question_key: str | None = None,
     answer_key: str | None = "answer",
     answer_pattern: str | None = None,
     solution_key: str | None = None,
@@ -72,8 +78,8 @@ def build_prompts(
       wording: how their text becomes ids; a tokenizer stands for its chat template.
       question_key: the field that holds the question: text, or a list of chat messages (with a
         system message, examples, calls of tools). A path such as "extra_info.question" names a
-        field of a field. "question" also stands for the first of ``fields.QUESTIONS`` that rows
-        have.
+        field of a field. None, or "question" where rows have none, is the first of
+        ``fields.QUESTIONS`` that they have; of verl's rows the messages in "prompt".
       answer_key: the field that holds the reference answer, or its path; None if there is none.
         Where rows have no "answer", it is the first of ``fields.ANSWERS`` that they have.
       answer_pattern: a regular expression whose first group is the final answer inside the answer
@@ -98,13 +104,16 @@ def build_prompts(
         over one, a prompt is empty, or too long with overlong="error", or no prompt is left.
     """
     wording = Wording.of(wording)
-    question_key, answer_key = layout(source, question_key, answer_key, needs_answer=needs_answer)
+    chat = wording.template == "chat"
+    question_key, answer_key = layout(
+        source, question_key, answer_key, needs_answer=needs_answer, chat=chat
+    )
     fields = question_key, answer_key, answer_pattern, solution_key, solutions
     reader = _Reader(wording, *fields, needs_answer, max_prompt_tokens, Overlong(overlong))
     prompts, left_out = read_rows(source, reader.read, invalid=invalid)
     if not prompts:
         raise _none_left(len(source), reader.longest, max_prompt_tokens)
-    if wording.template == "chat" and len(reader.questions) > 1:
+    if chat and len(reader.questions) > 1:
         _check_questions_show(prompts)
     long, rows = reader.overlong, len(source)
     counts = rows, len(prompts), long.dropped, long.truncated, reader.longest, left_out
@@ -147,7 +156,7 @@ class _Reader:
             )
         wording = self.wording
         messages = wording.conversation(question, self.question_key, where)
-        tools = read_tools(row.get("tools"), where) if wording.template == "chat" else None
+        tools = read_tools(row.get("tools"), where)
         text, ids = wording.of_row(row, where).prompt(messages, tools, where)
         if not ids:
             raise UserError(f"{where}: the prompt is empty")
@@ -248,7 +257,10 @@ def _answer(
     if pattern is not None:
         match = find_answer(pattern, str(answer), where)
         if match is None:
-            raise UserError(f"{where}: {key} has no match of data.answer_pattern = {pattern!r}")
+            raise UserError(
+                f"{where}: {key} has no match of data.answer_pattern = {pattern!r}; write one that"
+                f" matches, or remove it (data.answer_pattern=) where {key} is the answer alone"
+            )
         answer = re.sub(r"(?<=\d),(?=\d{3})", "", match.strip())
     answer = _plain(answer)
     items = answer if isinstance(answer, list) else [answer]
@@ -309,7 +321,7 @@ def _solution(
     tokenizer = wording.tokenizer
     refuse_controls(tokenizer, solution, f"{where}: {key}")
     end = end_of_turn(tokenizer, wording.template)
-    return np.array([*tokenizer.encode(solution), end], np.int32)
+    return np.array([*ids_after(tokenizer, prompt, solution), end], np.int32)
 
 
 def _spoken(solution: Any, key: str, where: str) -> str:

@@ -95,6 +95,8 @@ def read_record(kind: str, row: Mapping[str, Any], where: str, *, plain: bool) -
         return _pair(row, where, plain)
     if kind == "labels":
         label = row["label"]
+        if isinstance(label, str):  # of CSV
+            label = {"true": 1, "false": 0, "1": 1, "0": 0}.get(label.strip().lower(), label)
         if label not in (0, 1):  # True and False are, too
             raise UserError(f"{where}: label = {label!r}; write true or false")
         return Record(row["prompt"], {"completion": row["completion"]}, (float(label),))
@@ -284,18 +286,18 @@ def _pair(row: Mapping[str, Any], where: str, plain: bool) -> Record:
 def _whole_prompt(prompt: Any, shared: Any, where: str) -> Any:
     """What stands before the answers: the common beginning of both, and the row's own prompt.
 
-    The beginning repeats the prompt, or the end of it behind a system message; or it continues the
-    prompt, with the assistant's turn.
+    The beginning repeats the prompt, or the end of it such as all behind a system message, and may
+    go on from there; or it continues the prompt, with the assistant's turn.
     """
     if prompt is None or isinstance(shared, str):
         return shared
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     before = read_messages(prompt, "prompt", where)
-    if before[-len(shared) :] == shared:
-        return before
-    continues = shared[0]["role"] == "assistant"
-    return [*before, *shared] if continues and shared[: len(before)] != before else shared
+    most = min(len(before), len(shared))
+    repeated = next((n for n in range(most, 0, -1) if before[-n:] == shared[:n]), 0)
+    continues = repeated or shared[0]["role"] == "assistant"
+    return [*before, *shared[repeated:]] if continues else shared
 
 
 def _shared(a: Sequence[Any], b: Sequence[Any]) -> int:

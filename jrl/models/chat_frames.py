@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jrl.errors import UserError
@@ -216,6 +216,37 @@ def refuse_controls(tokenizer: Tokenizer, text: str, name: str) -> None:
             f"{name} spells the control token {control!r}, which the policy would learn to draw"
             " there; write it otherwise"
         )
+
+
+def left_out(
+    render: Callable[[list[Any], list[Any]], str],
+    messages: Sequence[Message],
+    tools: Sequence[Message] = (),
+) -> str:
+    """The first name of tools and calls that a template does not write; "" where it writes all.
+
+    A text may hold such a name, and a call that of its tool, so marks of their own stand in their
+    places.
+
+    Args:
+      render: the text of messages and tools.
+      messages: of a conversation.
+      tools: offered in it.
+    """
+    names: dict[str, str] = {}
+
+    def marked(entry: Message) -> Message:
+        mark = f"JRLNAME{len(names)}JRL"
+        names[mark] = entry["function"]["name"]
+        return {**entry, "function": {**entry["function"], "name": mark}}
+
+    marked_tools = [marked(tool) for tool in tools]
+    marked_messages = [
+        {**m, "tool_calls": [marked(c) for c in m["tool_calls"]]} if m.get("tool_calls") else m
+        for m in messages
+    ]
+    text = render(marked_messages, marked_tools) if names else ""
+    return next((name for mark, name in names.items() if mark not in text), "")
 
 
 def check_fields(

@@ -9,7 +9,7 @@ from typing import Any
 from jrl.config.reward_model import MODEL_NAMES
 from jrl.config.tables import Config
 from jrl.data.datasets import open_dataset
-from jrl.data.fields import ANSWERS, QUESTIONS, check_fields, layout
+from jrl.data.fields import ANSWERS, check_fields, layout
 from jrl.errors import UserError
 from jrl.rewards import ANSWERLESS, FROM_COLUMNS
 from jrl.rewards.columns import reads_answer
@@ -56,15 +56,18 @@ def check_first_row(config: Config) -> None:
       config: of the run.
     """
     data: Any = config.data
-    names = {"question": QUESTIONS[0], "answer": ANSWERS[0]}
     for split, path in data.plain_files.items():
         if not isinstance(path, str) or not _is_small(Path(path).expanduser()):
             continue
         source = open_dataset(path, key=f"data.{split}")
         if len(source):
-            names |= data.fields
+            names = {"answer": ANSWERS[0], **data.fields}
             question, answer = layout(
-                source, names["question"], names["answer"], needs_answer=needs_answer(config)
+                source,
+                names.get("question"),
+                names["answer"],
+                needs_answer=needs_answer(config),
+                chat=data.wording["template"] == "chat",
             )
             check_fields(source[0], question, answer, source.where(0))
 

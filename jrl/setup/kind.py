@@ -32,7 +32,7 @@ from jrl.sampling.slots import check_length
 from jrl.setup.first_row import needs_answer
 from jrl.setup.recorded import KeptCounts
 from jrl.setup.reward_parts import parts_by_token
-from jrl.types import NOTHING, Network, Prompt
+from jrl.types import NOTHING, SILENT, Network, Prompt
 
 Opened = Callable[..., Dataset]
 """(what names a source of rows, key=...) -> the rows, as ``data.datasets.open_dataset``."""
@@ -245,7 +245,7 @@ class Kind:
                 "data.train and data.task are both missing; name a file of prompts or a procedural"
                 " task"
             )
-        names = {"question": "question", "answer": "answer", **data.fields}
+        names = {"answer": "answer", **data.fields}
         if method.draw.demonstrations:
             names.setdefault("solution", names["answer"])
         elif "solution" in names:
@@ -255,13 +255,13 @@ class Kind:
             )
         prompts: dict[str, list[Prompt]] = {"train": [], "eval": []}
         counts: dict[str, Any] = {}
-        several = "several solutions" in method.needs
+        several = "several solutions" in method.needs.reads
         for split, spec in (("train", data.train), ("eval", data.eval)):
             if spec is not None:
                 prompts[split], counts[split] = build_prompts(
                     opened(spec, key=f"data.{split}"),
                     Wording(tokenizer, **data.wording),
-                    question_key=names["question"],
+                    question_key=names.get("question"),
                     answer_key=names["answer"],
                     answer_pattern=data.answer_pattern,
                     solution_key=names.get("solution") if split == "train" else None,
@@ -354,7 +354,7 @@ def in_trees(method: Method, labels: Labels) -> Labels:
     """The labels of completions, with those of the trees that they are leaves of."""
     ids, stats = dict(labels.ids), dict(labels.stats)
     if method.draw.search is not None:
-        return Labels({"step": 3, "node": 3}, {"node_value": 3})
+        return Labels({"step": 3, "node": 3, SILENT: 2}, {"node_value": 3})
     return Labels(ids | ({"node": 3} if method.draw.tree is not None else {}), stats)
 
 

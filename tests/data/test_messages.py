@@ -68,11 +68,14 @@ def test_a_question_that_spells_control_tokens_stays_text(chat_tokenizer, questi
     assert plain.tokens.tolist() == usual  # as before, where nothing is spelled
 
 
-@pytest.mark.parametrize("template", ["plain", "<|im_start|>Q: {question}<|im_end|>"])
+@pytest.mark.parametrize(
+    "template",
+    ["plain", "<|im_start|>Q: {question}<|im_end|>", "Q: {question}\nOnce more: {question}\nA:"],
+)
 def test_so_does_one_in_a_template_of_ones_own(chat_tokenizer, template):  # noqa: F811
     tokenizer = chat_tokenizer("qwen")
     prompt = prompt_of(tokenizer, {"question": SPELLED, "answer": "4"}, template=template)
-    frames = 0 if template == "plain" else 1
+    frames = template.count("<|im_start|>")
     assert controls(tokenizer, prompt.tokens) == [frames, frames]
     assert SPELLED in tokenizer.decode(prompt.tokens, skip_special=False)
     row = {"question": "q", "answer": "4"}
@@ -112,11 +115,46 @@ def test_what_a_template_would_drop_is_refused(chat_tokenizer):  # noqa: F811
     reasoned = [{"role": "assistant", "content": "3", "reasoning_content": "cold in March"}]
     with pytest.raises(UserError, match="does not write 'cold in March'"):
         pair_of(gemma, {"prompt": "Warm?", "chosen": reasoned, "rejected": NO})
+    # a text may hold the names; the call holds its tool's
+    asks = {"prompt": "What is the weather in March?", "rejected": "No."}
+    with pytest.raises(UserError, match="does not write 'weather'"):
+        pair_of(gemma, asks | {"tools": [WEATHER], "chosen": "3"})
+    with pytest.raises(UserError, match="does not write 'weather'"):
+        pair_of(gemma, asks | {"chosen": [CALL | {"content": "I ask weather."}], "rejected": NO})
+    reasoned[0] |= {"content": "It is cold in March."}
+    with pytest.raises(UserError, match="does not write 'cold in March'"):
+        pair_of(gemma, {"prompt": "Warm?", "chosen": reasoned, "rejected": NO})
+    with pytest.raises(UserError, match="does not write the tool 'weather'"):
+        conversation(gemma, [*TALK[:1], CALL | {"content": "weather"}], None, {})
     with pytest.raises(UserError, match="'weight', which chat templates do not read"):
         pair_of(
             gemma,
             {"prompt": [{"role": "user", "content": "x", "weight": 0}], "chosen": "3"}
             | {"rejected": "4"},
+        )
+
+
+def test_a_template_that_writes_calls_and_no_tools_is_told_so(chat_tokenizer):  # noqa: F811
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = chat_tokenizer(template)
+    row = {"prompt": TALK, "tools": [WEATHER], "chosen": "It is 3.", "rejected": "No."}
+    with pytest.raises(UserError, match="does not write 'weather'"):
+        pair_of(tokenizer, row)
+    del row["tools"]
+    assert "[weather]" in pair_of(tokenizer, row).text
+
+
+@pytest.mark.parametrize("template", ["plain", "Q: {question}"])
+def test_tools_have_no_place_without_a_chat_template(chat_tokenizer, template):  # noqa: F811
+    with pytest.raises(UserError, match="has no place for the row's tools; set it to 'chat'"):
+        prompt_of(
+            chat_tokenizer("qwen"),
+            {"question": "Warm?", "answer": "3", "tools": [WEATHER]},
+            template=template,
         )
 
 
@@ -279,8 +317,8 @@ def test_what_follows_a_prompt_begins_with_no_space_of_its_own(tmp_path):
     whole = tokenizer.encode("<s>[ab] x </s>")
     assert [*pair.prompt, *pair.completions[0]] == whole
     assert len(pair.completions[0]) == 3  # " x", " ", "</s>"
-    said = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "x"}]
-    talk = MemoryRows([{"messages": [*said, *said], "reward": 1.0}])
+    messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "x"}]
+    talk = MemoryRows([{"messages": [*messages, *messages], "reward": 1.0}])
     dialogues = read_dialogues(talk, Wording(tokenizer))
     ((row,),) = dialogues.groups  # the second turn's prompt continues the first turn
     assert dialogues.counts.rewritten == 0

@@ -111,6 +111,11 @@ BEFORE = {  # prompt, what both answers begin with -> the prompt
     ),
     "the conversation goes on": ([Q], [A, WHY], "u:2+2?;a:4?;u:why?;a:"),
     "as text": ("2+2", [A, WHY], "u:2+2?;a:4?;u:why?;a:"),
+    "the question again, and on from there": (
+        [{"role": "system", "content": "s"}, Q],
+        [Q, A, WHY],
+        "s:s?;u:2+2?;a:4?;u:why?;a:",
+    ),
     "the whole conversation again": ([Q], [Q, A, WHY], "u:2+2?;a:4?;u:why?;a:"),
 }
 

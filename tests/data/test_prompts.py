@@ -227,8 +227,8 @@ def test_verl_s_messages_come_before_a_bare_question():
     prompts, counts = build(Rows([row]))
     assert prompts[0].text == "user:2+2?;assistant:"
     assert prompts[0].meta["question"] == "two and two?"
-    said = "question: prompt, answer: reward_model.ground_truth"
-    assert str(counts).endswith(f"; longest {counts.longest_tokens} tokens; {said}")
+    fields = "question: prompt, answer: reward_model.ground_truth"
+    assert str(counts).endswith(f"; longest {counts.longest_tokens} tokens; {fields}")
     prompts, counts = build(Rows([{"question": "2?", "prompt": "x", "answer": "4"}]))
     assert prompts[0].text == "user:2?;assistant:"
     assert str(counts).endswith(" tokens")
@@ -252,13 +252,13 @@ def test_a_path_names_a_field_of_a_field():
 
 def test_a_solution_may_be_a_message_and_no_other_list():
     row = {"question": "2?", "answer": "4", "s": "four"}
-    said = {"role": "assistant", "content": "four"}
-    for solution in ([said], np.array([said])):  # as Parquet gives it
+    message = {"role": "assistant", "content": "four"}
+    for solution in ([message], np.array([message])):  # as Parquet gives it
         (prompt,), _ = build(Rows([row | {"s": solution}]), solution_key="s")
         assert (
             prompt.solution.tolist() == build(Rows([row]), solution_key="s")[0][0].solution.tolist()
         )
-    for wrong in ([said, said], ["four"], {"a": 1}, [said | {"tool_calls": [{}]}]):
+    for wrong in ([message, message], ["four"], {"a": 1}, [message | {"tool_calls": [{}]}]):
         with pytest.raises(UserError, match="line 1: s must be text, or a list with one message"):
             build(Rows([row | {"s": wrong}]), solution_key="s")
 

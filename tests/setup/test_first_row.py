@@ -38,6 +38,9 @@ def rollout(completion, **state): return 1.0
         ("own.py:read", True),
         ("own.py:samples", True),
         ('["own.py:long", "math"]', True),
+        ("{a={function='judge', model='m', form='pta_plan'}}", True),
+        ("{a={function='judge', model='m', form='own.py:form'}}", True),
+        ("sandbox_fusion", False),
         ("{}", True),
     ],
 )

@@ -182,7 +182,7 @@ def test_a_broken_number_of_the_data_does_not_pass_for_silence():
     both = make_combined("both", "sum", ["paid", "judged"], {})
     names = ["paid", "judged", "both"]
     parts = JudgedParts(source, ["paid"], [stage], names, [both], certain=["paid"])
-    groups = parts.draw(SimpleNamespace(step=0))
+    groups = parts.draw(SimpleNamespace(step=0, weights={}))
     nan = np.nan
     expected = [[[1.0, 0.5, 1.5], [nan, nan, nan], [3.0, 0.0, 3.0]]]
     np.testing.assert_array_equal(groups.rewards, np.array(expected, np.float32))

@@ -22,7 +22,7 @@ TASKS: dict[str, Callable[..., Task]] = {
 """Task constructors by name; each takes ``difficulty`` and options of its own."""
 
 
-def get_task(name: str, **options: Any) -> Task:
+def get_task(name: str, /, **options: Any) -> Task:
     """The task of that name.
 
     Args:
@@ -50,7 +50,7 @@ def get_task(name: str, **options: Any) -> Task:
 
 
 @functools.lru_cache(maxsize=32, typed=True)
-def _shipped(name: str, **options: int | str) -> Task:
+def _shipped(name: str, /, **options: int | str) -> Task:
     """One of ``TASKS``, made once in a process: to find a problem of each split takes a program."""
     return made_by(TASKS[name], f"data.task = {name!r}", **options)
 
