@@ -109,6 +109,7 @@ def outcome_of(
       table: the problems.
     """
     sampled, live = groups.drawn(), groups.live()
+    judged = (sampled & groups.judged()).sum(axis=1)
     stratum = jnp.asarray(table.stratum)[jnp.clip(groups.row, 0, table.rows - 1)]
     # Groups that an edit added have tickets of other steps, or none.
     at = jnp.argmax(trained.ticket[None] == groups.ticket[:, None], axis=1)
@@ -118,10 +119,10 @@ def outcome_of(
         step=step,
         row=groups.row,
         stratum=stratum,
-        live=live & (groups.sizes() > 0),
+        live=live & (judged > 0),
         trained=same,
         rate=groups.rate().astype(jnp.float32),
-        size=groups.sizes().astype(jnp.float32),
+        size=judged.astype(jnp.float32),
         score=jnp.where(sampled, groups.score(), 0.0),
         advantage=jnp.where(same[:, None] & sampled, size, 0.0),
         prior=groups.prior,

@@ -26,6 +26,7 @@ from jrl.types import (
     Batch,
     Rollout,
     StopReason,
+    opinions,
 )
 from jrl.types.asks import TRAIN
 
@@ -88,13 +89,19 @@ class PlacedGroups(struct.PyTreeNode):
             else self.rewards[:, :, self.accuracy_column]
         )
 
+    def judged(self) -> Array:
+        """[m, M] bool: members whose success is known: the part that defines it has an opinion."""
+        if self.accuracy_column is None:
+            return jnp.ones(self.use.shape, bool)
+        return opinions(self.rewards, self.ids)[:, :, self.accuracy_column]
+
     def sizes(self) -> Array:
         """[m] int32: members sampled for training."""
         return self.drawn().sum(axis=1)
 
     def rate(self) -> Array:
-        """[m] float32: mean success of the members; 0 of a group without any."""
-        sampled = self.drawn()
+        """[m] float32: mean success of the members that were judged; 0 of a group without any."""
+        sampled = self.drawn() & self.judged()
         total = jnp.where(sampled, self.success(), 0.0).sum(axis=1)
         return total / jnp.maximum(sampled.sum(axis=1), 1)
 

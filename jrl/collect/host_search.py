@@ -25,6 +25,7 @@ def episode_scorer(
       weights: reward part -> weight, "success" included.
       estimate: (ids of openings and paths) -> points of each; None to go by leaves alone.
     """
+    # "success" is no part of what an environment pays turn by turn, so it is added at the end.
     part_weights = np.array([weights.get(name, 0.0) for name in parts])
 
     def score(episodes: Sequence[Episode]) -> list[float | None]:
@@ -52,8 +53,10 @@ def leaves_played(searched: Searched, plan: SearchPlan) -> Played:
     """
     groups, shared, group = [], 0, plan.leaves
     for root, tree in zip(searched.roots, searched.trees, strict=True):
+        # In the order of sampling: choosing by points would bias the group's baseline.
         leaves = tree.leaves()[:group]
         live = [step.episode.transcript().alive for step in map(tree.step, leaves)]
+        # A leaf that failed must not be the member that trains the tokens it shares with others.
         rows, past = leaf_rows(tree, leaves, live, plan.value)
         groups.append(rows if leaves else [root.transcript()] * group)
         shared += past

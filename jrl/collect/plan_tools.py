@@ -212,7 +212,7 @@ class Hinter:
       run: on text, whose template turns questions into prompts.
     """
 
-    _MARK = "QUESTION"
+    _MARK = "JRLQUESTION0JRL"
 
     def __init__(self, run: Run) -> None:
         self._run, self._around = run, ("", "")
@@ -222,6 +222,11 @@ class Hinter:
         if self._around == ("", ""):
             (probe,) = question_prompts(self._run, [self._MARK])
             before, _, after = probe.text.partition(self._MARK)
+            if self._MARK in after:
+                raise UserError(
+                    "data.template holds {question} more than once, and a hint has no one place in"
+                    " it; write it once"
+                )
             self._around = before, after
         return self._around
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -28,14 +28,27 @@ from jrl.rewards.pool import RewardPool
 from jrl.setup.reward_parts import RunRewards
 from jrl.setup.run import Run
 from jrl.system.float32 import sum_overflows
-from jrl.types import NOTHING, SILENT, Prompt, Rollout, StopReason, opinions
+from jrl.types import NOTHING, SILENT, Params, Prompt, Rollout, StopReason, opinions
 from jrl.types.asks import DrawRequest
 
 PartPoints = Mapping[str, Any]
 """Points [N, G] float32 by reward part; NaN for no opinion."""
-Stage = Callable[[Groups, PartPoints, DrawRequest], tuple[Groups, PartPoints]]
-"""(groups, points of earlier parts, their request, which for existing completions has the step
-alone) -> (groups, points of further parts)."""
+
+
+class StepWeights(NamedTuple):
+    """A training step, and the weights of the policies as it begins.
+
+    Attributes:
+      step: training steps done before it.
+      weights: parameters by policy; {} where no stage reads them.
+    """
+
+    step: int
+    weights: Mapping[str, Params]
+
+
+Stage = Callable[[Groups, PartPoints, StepWeights], tuple[Groups, PartPoints]]
+"""(groups, points of earlier parts, step and weights) -> (groups, points of further parts)."""
 
 
 STEPS: Mapping[str, tuple[str, Callable[..., np.ndarray]]] = {
@@ -80,35 +93,39 @@ class JudgedParts(Around):
     def draw(self, request: DrawRequest) -> Groups:
         """As ``Source.draw``."""
         if self._calls is None:
-            return self._judged(self.source.draw(request), request)
+            return self._judged(self.source.draw(request), _at(request))
         with self._calls.step(int(request.step)):
             groups = self.source.draw(request)
             self._calls.drain()
-            return self._judged(groups, request)
+            return self._judged(groups, _at(request))
 
     def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout, step: int = 0) -> Groups:
         """As ``Source.judge``."""
-        request = DrawRequest(None, NOTHING, NOTHING, np.int32(step), ())  # type: ignore[arg-type]
-        return self._judged(self.source.judge(subject, prompts, rollout, step), request)
+        judged = self.source.judge(subject, prompts, rollout, step)
+        return self._judged(judged, StepWeights(step, NOTHING))
 
-    def _judged(self, groups: Groups, request: DrawRequest) -> Groups:
+    def _judged(self, groups: Groups, at: StepWeights) -> Groups:
         rewards, ids = jax.device_get((groups.rewards, groups.ids))
         rewards = np.where(opinions(np.asarray(rewards), ids), rewards, np.nan)
         points: dict[str, Any] = dict(zip(self._gives, np.moveaxis(rewards, -1, 0), strict=True))
         for stage in self._stages:
-            groups, more = stage(groups, points, request)
+            groups, more = stage(groups, points, at)
             points = {**more, **points}
         if self._combined:
             members = np.asarray(counted(groups.rollout))
             listed = isinstance(groups.subject, list)
             rows = [prompt.meta for prompt in groups.subject] if listed else ()
-            points = combined(self._combined, points, members, rows, int(request.step))
+            points = combined(self._combined, points, members, rows, at.step)
         faults = [np.isnan(points[name]) for name in self._certain]
         broken = np.any(faults, axis=0) if faults else np.zeros(groups.rollout.stop.shape, bool)
         rewards, silent = without_silent(np.stack([points[n] for n in self._names], axis=-1))
         rewards, silent = np.where(broken[..., None], np.nan, rewards), np.where(broken, 0, silent)
         rewards, silent = rewards.astype(np.float32), silent.astype(np.int32)
         return groups._replace(rewards=rewards, ids=groups.ids | {SILENT: silent}, spoken=None)
+
+
+def _at(request: DrawRequest) -> StepWeights:
+    return StepWeights(int(request.step), request.weights)
 
 
 def with_paid(groups: Groups, paid: np.ndarray | None) -> Groups:
@@ -133,13 +150,11 @@ def function_stage(
       calls: calls that began while members were sampled; None for none.
     """
 
-    def stage(
-        groups: Groups, points: PartPoints, request: DrawRequest
-    ) -> tuple[Groups, PartPoints]:
+    def stage(groups: Groups, points: PartPoints, at: StepWeights) -> tuple[Groups, PartPoints]:
         rollout = jax.device_get(groups.rollout)
         spoken = groups.spoken or ()
         begun = None if calls is None else calls.begun
-        scores = scorer(prompts_of(groups), rollout, int(request.step), spoken, begun)
+        scores = scorer(prompts_of(groups), rollout, at.step, spoken, begun)
         answers = {} if "answer" in groups.ids else {"answer": scores.answers}
         points_of = np.moveaxis(scores.points, -1, 0)
         groups = with_paid(groups, scores.paid)
@@ -172,9 +187,7 @@ def rendered_prompts(task: Any) -> Callable[[Groups], list[Prompt]]:
 def model_stage(rewards: RunRewards) -> Stage:
     """The reward models of a run that read the policy's tokens."""
 
-    def stage(
-        groups: Groups, points: PartPoints, request: DrawRequest
-    ) -> tuple[Groups, PartPoints]:
+    def stage(groups: Groups, points: PartPoints, at: StepWeights) -> tuple[Groups, PartPoints]:
         more, paid = dict[str, Any](), None
         for name, model in rewards.models.items():
             if model.by == "completion":
@@ -195,12 +208,10 @@ def model_stage(rewards: RunRewards) -> Stage:
 def judge_stage(judges: TextParts, prompts_of: Callable[[Groups], Sequence[Prompt]]) -> Stage:
     """A stage of judges, which may read the rewards so far, and models that read text."""
 
-    def stage(
-        groups: Groups, points: PartPoints, request: DrawRequest
-    ) -> tuple[Groups, PartPoints]:
+    def stage(groups: Groups, points: PartPoints, at: StepWeights) -> tuple[Groups, PartPoints]:
         rollout = jax.device_get(groups.rollout)
         texts = Texts(prompts_of(groups), rollout, judges.tokenizer, groups.spoken or ())
-        more, dropped, counts, paid = judges(texts, points, int(request.step), request.weights)
+        more, dropped, counts, paid = judges(texts, points, at.step, at.weights)
         groups = with_paid(groups, paid)
         if dropped.any():
             rollout, left_out = without_dropped(rollout, dropped)
@@ -217,9 +228,7 @@ def likelihood_stage(
 ) -> Stage:
     """The policy's own probabilities of the answers."""
 
-    def stage(
-        groups: Groups, points: PartPoints, request: DrawRequest
-    ) -> tuple[Groups, PartPoints]:
+    def stage(groups: Groups, points: PartPoints, at: StepWeights) -> tuple[Groups, PartPoints]:
         if "context" in groups.ids:
             raise UserError(
                 f"rewards.{next(iter(parts))}: the policy does not read an episode with several"
@@ -228,7 +237,7 @@ def likelihood_stage(
         rollout, turns = jax.device_get((groups.rollout, groups.ids.get("turn")))
         more = dict[str, Any]()
         for name, part in parts.items():
-            more[name], paid = part(rollout, turns, prompts_of(groups), request.weights)
+            more[name], paid = part(rollout, turns, prompts_of(groups), at.weights)
             groups = with_paid(groups, paid if part.table.by == "turn" else None)
         return groups, more
 

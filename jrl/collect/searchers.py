@@ -68,6 +68,8 @@ def text_searcher(
         temperature=how.temperature,
         measure=entropy,
     )
+    # A line ends a step of text as an environment's reply ends a turn; the world says which of them
+    # end the path, too.
     world = TextWorld(completion_ends(run), 0 if how.whole else how.step_tokens)
     with rows.loaded(key, params, step):
         yield partial(play_search, Device(rows.rows), world)

@@ -142,7 +142,7 @@ def check_groups(groups: Any, request: DrawRequest, parts: int, source: Any) -> 
         type; named with what would do.
 
     Returns:
-      The groups, their rewards and stats as float32.
+      The groups, their rewards and stats as float32, their ids as int32.
     """
     name = type(source).__name__
     if not isinstance(groups, Groups):
@@ -164,6 +164,7 @@ def check_groups(groups: Any, request: DrawRequest, parts: int, source: Any) -> 
     if "prompt" not in groups.ids:
         raise UserError(f"{name}.draw returned no ids['prompt'], [{n}] int32; add the rows")
     whole = n, g, groups.rollout.tokens.shape[2]
+    ids = {}
     for label, values in groups.ids.items():
         shapes, x = [(n,)] if label == "prompt" else [(n,), (n, g), whole], np.asarray(values)
         if x.shape not in shapes or x.dtype.kind not in "iu":
@@ -171,6 +172,9 @@ def check_groups(groups: Any, request: DrawRequest, parts: int, source: Any) -> 
                 f"{name}.draw returned ids[{label!r}] of shape {x.shape}, {x.dtype}; return int32"
                 f" of shape {' or '.join(map(str, shapes))}"
             )
+        if x.size and not _INT32.min <= x.min() <= x.max() <= _INT32.max:
+            raise UserError(f"{name}.draw returned ids[{label!r}] beyond int32; number them anew")
+        ids[label] = x.astype(np.int32)
     stats = {}
     for label, x in (groups.stats or {}).items():
         stats[label] = _numbers(x, f"{name}.draw returned stats[{label!r}]")
@@ -179,7 +183,7 @@ def check_groups(groups: Any, request: DrawRequest, parts: int, source: Any) -> 
                 f"{name}.draw returned stats[{label!r}] of shape {stats[label].shape}; return"
                 f" float32 of shape {whole}, a number for each token"
             )
-    return groups._replace(rewards=rewards, stats=stats or None)
+    return groups._replace(rewards=rewards, ids=ids, stats=stats or None)
 
 
 def _numbers(value: Any, text: str) -> np.ndarray:
@@ -188,6 +192,9 @@ def _numbers(value: Any, text: str) -> np.ndarray:
         return np.asarray(value, np.float32)
     except (TypeError, ValueError):
         raise UserError(f"{text} {value!r:.60}; return an array of numbers") from None
+
+
+_INT32 = np.iinfo(np.int32)
 
 
 def entries(request: DrawRequest) -> tuple[Any, Any]:
@@ -394,18 +401,23 @@ def join_groups(several: list[Groups]) -> Groups:
     )
 
 
+def subjects_at(subject: Any, places: Any) -> Any:
+    """The subjects at some places: of a list of prompts, or of a task's arrays."""
+    if isinstance(subject, list):
+        return [subject[i] for i in np.arange(len(subject))[places]]
+    return jax.tree.map(lambda x: x[places], subject)
+
+
 def take_groups(groups: Groups, places: Any) -> Groups:
     """The groups at some places, on the host; the counts stay."""
 
     def pick(tree: Any) -> Any:
         return jax.tree.map(lambda x: x[places], tree)
 
-    listed = isinstance(groups.subject, list)
-    subject = groups.subject
     return Groups(
         rollout=pick(groups.rollout),
         rewards=pick(groups.rewards),
-        subject=[subject[i] for i in np.arange(len(subject))[places]] if listed else pick(subject),
+        subject=subjects_at(groups.subject, places),
         counts=groups.counts,
         ids=pick(groups.ids),
         stats=pick(groups.stats),

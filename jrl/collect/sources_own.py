@@ -11,6 +11,7 @@ Before anything compiles a run draws once from such a source, by a sampler of on
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -159,6 +160,12 @@ def tried(key: str, function: Callable[..., Any], *args: Any) -> Any:
         raise UserError(text if text.startswith(key) else f"{key}: {text}") from None
 
 
+def _stored_array(value: Any) -> None:
+    """Lets arrays pass, which checkpoints hold beside JSON."""
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"{type(value).__name__} is no value of JSON")
+
+
 def tried_source(run: Run) -> CheckedSource:
     """A run's source of one's own, by a sampler of one token; all methods but ``finish`` work.
 
@@ -189,6 +196,13 @@ def tried_source(run: Run) -> CheckedSource:
         raise UserError(
             f"{key}: {name}.notes returned {notes!r:.40}; return a dict, {{}} for no state"
         )
+    try:
+        json.dumps(notes, default=_stored_array)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{key}: {name}.notes returned {notes!r:.60}: {error}; return values of JSON and NumPy"
+            " arrays, which checkpoints hold"
+        ) from None
     if notes and not hasattr(checked.source, "resume"):
         raise UserError(
             f"{key}: {name}.notes returned {notes!r:.40}, and there is no method that a resumed run"

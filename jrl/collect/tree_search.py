@@ -19,7 +19,15 @@ from jrl.collect.groups import counted
 from jrl.collect.members import demonstration_rollout
 from jrl.collect.reward_stages import judged_parts
 from jrl.collect.run_rows import RunRows, completion_ends, prompt_seeds, run_rows, step_ends
-from jrl.collect.sources import Around, Groups, Source, added_counts, all_entries, drawing
+from jrl.collect.sources import (
+    Around,
+    Groups,
+    Source,
+    added_counts,
+    all_entries,
+    drawing,
+    subjects_at,
+)
 from jrl.collect.sources_text import TextSource
 from jrl.data.prompts import pad_prompts
 from jrl.episodes.episode import Episode
@@ -32,7 +40,7 @@ from jrl.rewards.pool import RewardPool
 from jrl.sampling.places import entropy
 from jrl.setup.adapters import drawn_trees
 from jrl.setup.run import Run
-from jrl.types import Network, Params, Prompt, Search, StopReason, TrainState
+from jrl.types import SILENT, Network, Params, Prompt, Search, StopReason, TrainState
 from jrl.types.asks import DrawRequest
 
 Estimate = Callable[[Mapping[str, Params], np.ndarray, np.ndarray], Any]
@@ -142,14 +150,15 @@ class TreeSearch(Around):
         plan: SearchPlan,
     ) -> Groups:
         group = plan.leaves
-        groups, points, judged_by_tree = [], [], []
+        groups, points, judged_by_tree, silent = [], [], [], []
         for tree in searched.trees:
             # In the order of sampling, not the best ones: choosing by score would bias the group's
             # baseline.
             leaves = tree.leaves()[:group]
             scores = [judged.points[episode_at(tree, leaf)] for leaf in leaves]
-            points.append([each for each, _ in scores])
-            judged_by_tree.append([is_known for _, is_known in scores])
+            points.append([each for each, _, _ in scores])
+            judged_by_tree.append([is_known for _, is_known, _ in scores])
+            silent.append([bits for _, _, bits in scores])
             # A leaf without a score must not be the member that trains the shared tokens.
             groups.append(leaf_rows(tree, leaves, judged_by_tree[-1], plan.value)[0])
         rows = to_rollout(groups, RowShape(group, *self._sizes))
@@ -173,6 +182,7 @@ class TreeSearch(Around):
                 "prompt": np.array([p.id for p in prompts], np.int32),
                 "step": rows.ids["step"],
                 "node": node,
+                SILENT: np.array(silent, np.int32),
             },
             stats={"node_value": rows.values},
         )
@@ -190,7 +200,8 @@ class Leaves:
       estimate: of paths that have not ended; None for none.
 
     Attributes:
-      points: leaf -> points [R] of its reward parts, and whether they are known.
+      points: leaf -> points [R] of its reward parts, whether they are known, and the bits of those
+        that have no opinion.
       counts: of what judged the leaves, summed.
     """
 
@@ -206,7 +217,7 @@ class Leaves:
         self._judge_rollout, self._weights = judge, weights
         self._subject, self._prompts = subject, prompts
         (self._width, self._limit), self._estimate = sizes, estimate
-        self.points: dict[Episode, tuple[np.ndarray, bool]] = {}
+        self.points: dict[Episode, tuple[np.ndarray, bool, int]] = {}
         self.counts: dict[str, float] = {}
 
     def score(self, episodes: Sequence[Episode]) -> list[float | None]:
@@ -235,17 +246,16 @@ class Leaves:
         whose = np.array([leaf.problem.group for leaf in leaves])
         prompts = [self._prompts[i] for i in whose]
         padded = pad_prompts(prompts, self._width)
-        about = prompts
-        # Problems of a procedural task are arrays with a leading axis; prompts of text a list.
-        if not isinstance(self._subject, list):
-            about = jax.tree.map(lambda x: x[whose], self._subject)
         rollout = demonstration_rollout(*padded, tokens, lengths, complete, 1)
-        judged = self._judge_rollout(about, prompts, rollout)
+        judged = self._judge_rollout(subjects_at(self._subject, whose), prompts, rollout)
         self.counts = added_counts(self.counts, judged.counts)
         # A reward may fail for one leaf; it is then not backed up, and the search continues.
         judged_leaves, scores = counted(judged.rollout)[:, 0], {}
-        for leaf, points, is_known in zip(leaves, judged.rewards[:, 0], judged_leaves, strict=True):
-            self.points[leaf] = points, bool(is_known)
+        silent = judged.ids.get(SILENT, np.zeros((len(leaves), 1), np.int32))[:, 0]
+        for leaf, points, is_known, bits in zip(
+            leaves, judged.rewards[:, 0], judged_leaves, silent, strict=True
+        ):
+            self.points[leaf] = points, bool(is_known), int(bits)
             if is_known:
                 scores[leaf] = float(points @ self._weights)
         return scores

@@ -254,7 +254,7 @@ def find_method(name: str) -> Published | OwnMethod:
     return methods[name]
 
 
-def get_method(name: str, **coefficients: Any) -> Method:
+def get_method(name: str, /, **coefficients: Any) -> Method:
     """The method of that name with these coefficients.
 
     Args:

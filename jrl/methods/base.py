@@ -15,7 +15,7 @@ coefficients and what it inherits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -82,19 +82,25 @@ def first_draw(plan: Plan) -> FirstDraw:
     )
 
 
-_GROUP, _LACKING, _PARTS = "group of at least ", "lacking ", "reward parts "
+class Needs(NamedTuple):
+    """What a run must have for a method.
 
-
-def requires(group: int = 1, lacks: str = "", parts: Sequence[str] = ()) -> frozenset[str]:
-    """Requirements of a method on its run, for ``Method.needs``.
-
-    Args:
+    Attributes:
       group: the least group size with which the advantage says anything.
-      lacks: what no run has yet, such as images. The objective trains all the same.
-      parts: meanings of the reward parts, in their order, where there must be so many.
+      lacks: what no run has yet, such as images; "" for nothing. The objective trains all the same.
+      parts: meanings of the reward parts, in their order, where there must be so many; () for any.
+      reads: what is read beside prompts and answers: "lines", "goals", "rationales", "questions" or
+        "several solutions".
     """
-    texts = {_GROUP: group if group > 1 else "", _LACKING: lacks, _PARTS: ", ".join(parts)}
-    return frozenset(f"{name}{text}" for name, text in texts.items() if text)
+
+    group: int = 1
+    lacks: str = ""
+    parts: tuple[str, ...] = ()
+    reads: frozenset[str] = frozenset()
+
+    def reading(self, name: str) -> Needs:
+        """The same, and one thing more that is read."""
+        return self._replace(reads=self.reads | {name})
 
 
 class Method(NamedTuple):
@@ -111,7 +117,7 @@ class Method(NamedTuple):
       edits: what is left out, replaced or added before the groups are trained on.
       network: (the policy's network) -> the network that is trained, such as one with further
         heads, or several policies.
-      needs: what a run must have for the method; see ``requires``.
+      needs: what a run must have for the method.
     """
 
     objective: Objective
@@ -121,7 +127,7 @@ class Method(NamedTuple):
     plan: Plan = Plan()
     edits: tuple[Edit, ...] = ()
     network: Callable[[Network], Network] = unchanged
-    needs: frozenset[str] = frozenset()
+    needs: Needs = Needs()
 
     def batch_groups(self, prompts: int) -> int:
         """Groups of a batch: the step's own, and those that edits have room for."""
@@ -164,11 +170,8 @@ class Method(NamedTuple):
         objective_parts = {n: changes.pop(n) for n in Objective._fields if n in changes}
         if parts:
             objective_parts["surrogate"] = ratios.with_parts(self.objective.surrogate, **parts)
-        if {"group", "lacks", "parts"} & changes.keys():
-            now = {"group": self.least_group, "lacks": self.lacks, "parts": self.parts}
-            others = (n for n in self.needs if not n.startswith((_GROUP, _LACKING, _PARTS)))
-            new = requires(**{n: changes.pop(n, now[n]) for n in now})
-            changes["needs"] = frozenset(others) | new
+        if of_run := {n: changes.pop(n) for n in ("group", "lacks", "parts") if n in changes}:
+            changes["needs"] = changes.get("needs", self.needs)._replace(**of_run)
         if "epochs" in changes:
             changes["schedule"] = self.schedule._replace(epochs=changes.pop("epochs"))
         return self._replace(objective=self.objective._replace(**objective_parts), **changes)
@@ -188,20 +191,17 @@ class Method(NamedTuple):
     @property
     def least_group(self) -> int:
         """The smallest group size with a nonzero advantage."""
-        sizes = [int(need.removeprefix(_GROUP)) for need in self.needs if need.startswith(_GROUP)]
-        return max(sizes, default=1)
+        return self.needs.group
 
     @property
     def lacks(self) -> str:
         """The part of the method that no run supports yet; "" if it is complete."""
-        texts = sorted(need for need in self.needs if need.startswith(_LACKING))
-        return "; ".join(text.removeprefix(_LACKING) for text in texts)
+        return self.needs.lacks
 
     @property
     def parts(self) -> tuple[str, ...]:
         """Meanings of the reward parts that the method reads, in order; () for any parts."""
-        texts = [need.removeprefix(_PARTS) for need in self.needs if need.startswith(_PARTS)]
-        return tuple(texts[0].split(", ")) if texts else ()
+        return self.needs.parts
 
     @property
     def draw(self) -> FirstDraw:
@@ -260,5 +260,5 @@ def against_others(
     return Method(
         Objective(advantage, surrogate, aggregate, regularizers),
         schedule=Schedule(epochs),
-        needs=requires(2),
+        needs=Needs(2),
     )

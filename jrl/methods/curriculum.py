@@ -93,10 +93,10 @@ class Outcome(struct.PyTreeNode):
       step: [] int32, training steps done before this one.
       row: [m] int32.
       stratum: [m] int32.
-      live: [m] bool, False for padding.
+      live: [m] bool, False for padding, and for groups of which no success is known.
       trained: [m] bool, whether the group was trained on.
       rate: [m] float32, mean success of the members.
-      size: [m] float32, members.
+      size: [m] float32, members; those whose success is not known are in neither.
       score: [m, M] float32, points; 0 for absent members.
       advantage: [m, M] float32, mean |advantage| of the member's tokens; 0 where not trained.
       prior: [m] float32 by name, as ``Selection`` gave it.

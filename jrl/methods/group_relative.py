@@ -109,7 +109,8 @@ def dapo(
     Departures: ``buffer_tokens`` (b) is a fifth of ``max_tokens`` (L) unless given; the paper has
     4,096 of 20,480. Groups are compared by their rewards' deviation before the punishment, as in
     the released code, which filters on accuracy. The token mean is over the batch, as there; the
-    paper's formula divides prompt by prompt. The paper's other remedy for cut completions, leaving
+    paper's formula divides prompt by prompt, and has no bound on negative advantages, where the
+    released runs set ``dual_clip`` 10. The paper's other remedy for cut completions, leaving
     them out of the loss, is ``mask_truncated``.
     """
     buffer = max_tokens // 5 if buffer_tokens is None else buffer_tokens

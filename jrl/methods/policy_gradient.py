@@ -80,7 +80,8 @@ def remax(base: Method, kl_coef: NonNegative = 0.0, kl_kind: KlInReward = "k1") 
         loss = -1/N sum_i (r(x_i, y_i) - r(x_i, greedy completion of x_i)) sum_t log pi_t
 
     One greedy completion is drawn for each prompt and not trained on. Departures: beta
-    (``kl_coef``) is 0 unless given, and then charges the sampled completion, not the greedy one.
+    (``kl_coef``) is 0 unless given, and then charges the sampled completion, not the greedy one:
+    its whole divergence at every token, where the released code charges each token its own.
     """
     charged = kl_penalty(kl_kind, kl_coef, "sequence")
     centred = transforms.per_group(advantages.greedy_baseline, _members_and_baseline)

@@ -145,7 +145,9 @@ def orpo(lambda_: NonNegative = 0.1, min_gap: NonNegative = 0.0) -> Method:
         odds(y) = P / (1 - P)
         loss = -log pi(y_w) / |y_w|  -  lambda log sigmoid( log odds(y_w) - log odds(y_l) )
 
-    Departures: P is held 1e-6 below 1, in logarithms.
+    Departures: P is held 1e-6 below 1, in logarithms; the likelihood is of the completion alone,
+    each one's mean, as the formula has it, where TRL and the released code average over the tokens
+    of prompts and completions of the batch.
     """
     loss = odds_ratio_loss(lambda_)
     return pair_method(loss, lambda side: lambda_ * side.mean, (), min_gap)

@@ -30,7 +30,9 @@ def replay(keep: Rule, replace: Rule, each: int, prompts: int) -> Edit:
     """
 
     def apply(store: Any, groups: Any, view: EditView) -> tuple[Any, Any]:
-        success, members = groups.success(), groups.members()
+        # NaN where it is not known, which is neither a success nor a failure.
+        success = jnp.where(groups.judged(), groups.success(), jnp.nan)
+        members = groups.members()
         count = min(each, members.shape[1])
         rows, exists = store.of_prompt(groups, count, view.group_keys)
         filled = fill(groups, replace(success, members), rows, exists)

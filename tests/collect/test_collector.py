@@ -334,7 +334,7 @@ def test_lines_of_a_text_are_steps_where_a_method_wants_it(lines):
 
 
 def test_which_methods_have_lines_for_steps():
-    levels = [get_method("oreo", level=level).needs for level in ("token", "step")]
+    levels = [get_method("oreo", level=level).needs.reads for level in ("token", "step")]
     assert ["lines" in needs for needs in levels] == [False, True]
-    assert "lines" in get_method("bfs_prover").needs
+    assert "lines" in get_method("bfs_prover").needs.reads
     assert not get_method("oreo", level="step").lacks

@@ -267,7 +267,7 @@ def test_a_reward_model_rewards_another_run(place, rewarder, tmp_path):
         )
         source = SimpleNamespace(draw=lambda request, sampled_groups=sampled_groups: sampled_groups)
         rest = [name for name in weights if name != "model"]
-        stages, request = [model_stage(run.rewards)], SimpleNamespace(step=0)
+        stages, request = [model_stage(run.rewards)], SimpleNamespace(step=0, weights={})
         rewards = JudgedParts(source, rest, stages, list(weights)).draw(request).rewards
         assert rewards.shape[-1] == column + 1
         np.testing.assert_array_equal(rewards[:, :, column], points)

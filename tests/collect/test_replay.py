@@ -21,7 +21,7 @@ from jrl.objectives import combine_terms, compute_advantages, policy_loss
 from jrl.setup.features import check_features, method_features
 from jrl.train import build
 from jrl.train.trainable import check_trainable
-from jrl.types import Rollout, StopReason
+from jrl.types import SILENT, Rollout, StopReason
 
 G, P, T = 3, 2, 4
 RULE = replay_successes(0.1, each=2, prompts=2)
@@ -66,13 +66,13 @@ def empty(rule=RULE):
     return rule.init(None, 1)
 
 
-def recall(store, groups, rule=RULE, key=KEY):
+def recall(store, groups, rule=RULE, key=KEY, column=None):
     """(what is stored then, the groups with what was replayed in its places)."""
     n = len(groups.rewards)
     numbers = np.arange(n, dtype=np.int32)
     members = np.tile(np.arange(G, dtype=np.int32), (n, 1))
     origin = Origin(numbers, numbers, members, np.zeros(G, np.int32), np.int32(0), {})
-    placed = place(groups, origin, np.ones(1, np.float32), None)
+    placed = place(groups, origin, np.ones(1, np.float32), column)
     view = EditView(0, key, jax.random.split(key, n), np.zeros(n, bool))
     edited, store = rule.apply(store, placed, view)
     return store, jax.device_get(edited)
@@ -122,6 +122,17 @@ def test_a_failed_group_gets_an_earlier_success_as_it_was_drawn():
     swapped.rollout.check()
     assert versions(after) == versions(store)  # what is replayed is not stored again
     assert rows(failed, (0, 0))["reward"] == [0]  # the groups drawn stay as they were
+
+
+def test_a_group_of_which_a_member_was_not_judged_is_left_alone():
+    def with_silent(groups, silent):
+        return groups._replace(ids=groups.ids | {SILENT: np.array(silent, np.int32)})
+
+    solved = with_silent(groups_of([5, 6], [[0, 0, 1]] * 2, step=0), [[0, 0, 0]] * 2)
+    store, _ = recall(empty(), solved, column=0)
+    failed = with_silent(groups_of([5, 6], [[0, 0, 0]] * 2, step=3), [[0, 1, 0], [0, 0, 0]])
+    _, swapped = recall(store, failed, column=0)
+    assert swapped.ids["replayed"].tolist() == [[0, 0, 0], [1, 0, 0]]
 
 
 def test_the_advantages_and_the_loss_of_the_swapped_group_are_grpos(quick_jit):

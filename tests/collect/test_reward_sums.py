@@ -18,7 +18,7 @@ from jrl.train.batches import training_batches
 from jrl.types import Rollout, StopReason
 
 PARTS = {"a": 1.0, "b": 2.0}
-REQUEST = types.SimpleNamespace(step=0)
+REQUEST = types.SimpleNamespace(step=0, weights={})
 FINE, HUGE = [1.0, 2.0], [3e38, 1e38]
 
 

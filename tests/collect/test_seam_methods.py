@@ -11,6 +11,7 @@ import pytest
 
 from jrl.collect import plan_tools
 from jrl.collect.collector import Collector
+from jrl.collect.edit import outcome_of
 from jrl.collect.groups import PlacedGroups
 from jrl.collect.plan import Setting
 from jrl.collect.plan_tools import TaskTools, TextTools
@@ -29,10 +30,10 @@ from jrl.train.compiled import iterate, make_iteration, pool_table
 from jrl.train.loop import policy_weights
 from jrl.train.state import init_state
 from jrl.train.step import make_step
-from jrl.types import Prompt, Rollout, StopReason
+from jrl.types import SILENT, Prompt, Rollout, StopReason
 from jrl.zoo.methods.filters import by_rank
 from jrl.zoo.methods.rounds import hard_problems
-from jrl.zoo.methods.sampling import further_members, least_hinted
+from jrl.zoo.methods.sampling import _failed, further_members, least_hinted
 
 N, G, STEPS = 3, 4, 4
 KEY = jax.random.key(7)
@@ -154,6 +155,20 @@ def placed(scores, round_=None, members=None):
 def view_of(groups):
     keys = jax.random.split(KEY, len(groups.ticket))
     return EditView(jnp.int32(0), KEY, keys, jnp.zeros(len(groups.ticket), bool))
+
+
+def test_members_that_nobody_judged_are_no_failures():
+    groups = placed([[1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
+    silent = jnp.array([[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]], jnp.int32)
+    groups = groups.replace(ids=groups.ids | {SILENT: silent}, accuracy_column=0)
+    assert groups.judged().sum(axis=1).tolist() == [2, 0, 4]
+    assert groups.rate().tolist() == [0.5, 0.0, 0.0]
+    table = Table(3, 1, jnp.zeros(3, jnp.int32))
+    outcome = outcome_of(groups, groups, None, 0, table)
+    assert (outcome.size.tolist(), outcome.live.tolist()) == ([2, 0, 4], [True, False, True])
+    (asks,) = get_method("dars").plan.next(groups, SimpleNamespace(group=4))
+    assert (np.asarray(asks.count) > 0).tolist() == [False, False, True]
+    assert _failed(groups).tolist() == [False, False, True]
 
 
 def test_scaf_grpo_puts_the_success_in_the_place_of_one_failure():

@@ -51,8 +51,9 @@ class Vowels:
         return self.judge(prompts, prompts, self.sampler(request, prompts))
 
     def judge(self, subject, prompts, rollout):
-        said = [[self.tokenizer.decode(ids.tolist()) for ids in group] for group in rollout.tokens]
-        points = [[[p.answer in text] for text in g] for p, g in zip(prompts, said)]
+        decode = self.tokenizer.decode
+        texts = [[decode(ids.tolist()) for ids in group] for group in rollout.tokens]
+        points = [[[p.answer in text] for text in g] for p, g in zip(prompts, texts)]
         ids = {"prompt": np.array([p.id for p in prompts], np.int32)}
         return Groups(rollout, np.array(points), prompts, {}, ids)
 

@@ -40,7 +40,7 @@ from jrl.setup.objective import method_of
 from jrl.storage.metrics import read_jsonl
 from jrl.train.batches import task_source
 from jrl.train.build import setup
-from jrl.types import Branching, Prompt, Search, StopReason
+from jrl.types import SILENT, Branching, Prompt, Search, StopReason
 
 P, T, G, END, LINE = 6, 14, 4, 1, 2
 NETWORK = transformer(tiny_config(P + T, vocab_size=12))
@@ -83,7 +83,9 @@ def problems(unjudged=lambda tokens: False):
         points = np.array([[even_share(x), 9.0] for x in paths], np.float32).reshape(n, g, 2)
         out = np.array([unjudged(x) for x in paths]).reshape(n, g)
         stop = np.where(out, np.int32(StopReason.ABORTED), rollout.stop)
-        return Groups(rollout.replace(stop=stop), points, about, {"judged": float(n)}, {})
+        silent = np.array([len(x) % 3 == 0 for x in paths]).reshape(n, g).astype(np.int32)
+        ids = {SILENT: 2 * silent}  # no opinion of the second part
+        return Groups(rollout.replace(stop=stop), points, about, {"judged": float(n)}, ids)
 
     chosen = lambda key, rows: ([PROMPTS[i] for i in rows],) * 2  # noqa: E731
     rest = {"notes": dict, "finish": lambda complete: None, "order": lambda tickets: tickets}
@@ -295,6 +297,13 @@ def test_a_leaf_that_nobody_could_judge_leaves_its_group():
     for tree in source.trees:
         judged_leaves = [i for i in tree.leaves() if sum(len(s) for s in path_of(tree, i)) % 2 == 0]
         assert tree.nodes[0].visits == len(judged_leaves)
+
+
+def test_what_has_no_opinion_of_a_leaf_is_said_of_its_member():
+    groups, _, _ = run_search(SEARCHED["uct"])
+    silent = groups.rollout.lengths % 3 == 0
+    assert 0 < silent.sum() < silent.size
+    np.testing.assert_array_equal(groups.ids[SILENT], 2 * silent)
 
 
 def test_what_is_kept_of_a_tree_is_whole_and_its_prompt_is_drawn_apart():
@@ -571,10 +580,16 @@ def test_a_search_on_a_task_goes_by_the_tasks_own_rewards(tmp_path):
         "x={function='own.py:one', over='group'}",
         "x={function='own.py:one', over='batch'}",
         "x={combine='rank', of=['math']}",
+        "x={function='own.py:all_of_them'}",
+        "x={function='rank_fidelity'}",
     ],
 )
 def test_a_search_has_no_parts_that_compare_completions(part, tmp_path, letters_model):
-    (tmp_path / "own.py").write_text("def one(samples):\n    return [1.0 for _ in samples]\n")
+    (tmp_path / "own.py").write_text(
+        "from jrl.rewards import whole_batch\n"
+        "def one(samples):\n    return [1.0 for _ in samples]\n"
+        "@whole_batch\ndef all_of_them(samples):\n    return [1.0 for _ in samples]\n"
+    )
     (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "2"}) + "\n")
     config = load_config(
         None,

@@ -145,7 +145,7 @@ def configuration(name, kind, place):
     lines += [f"objective.{key}={json.dumps(value)}" for key, value in values.items()]
     others = frozen_names(method.objective, method.schedule) - {"ref"} - method.schedule.frozen
     lines += [f"frozen.{other}=PLACE/another" for other in sorted(others)]
-    if "several solutions" in method.needs:
+    if "several solutions" in method.needs.reads:
         lines.append("data.fields.solution=solutions")
     if kind == "text":
         parts = FUNCTIONS[: max(1, len(method.parts))]

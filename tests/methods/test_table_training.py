@@ -79,7 +79,7 @@ def representatives():
         method = example(name)
         between = method.curriculum is not None and method.curriculum.between is not None
         on_host = between or any(is_by_prompt(edit) for edit in method.edits)
-        on_host |= "questions" in method.needs  # made of texts
+        on_host |= "questions" in method.needs.reads  # made of texts
         alone = not on_host and method.objective.frozen <= {"ref"}
         if method.draw.samples and alone and not out_of_reach(name):
             names.setdefault(all_methods()[name].family, name)

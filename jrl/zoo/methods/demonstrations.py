@@ -13,7 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import Method, Schedule, entropy_term, normalised, requires
+from jrl.methods.base import Method, Needs, Schedule, entropy_term, normalised
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import (
     Choice,
@@ -447,7 +447,7 @@ def auto_cei(
     return Method(
         Objective(expert_weights(temperature), ratios.reinforce(), aggregates.sequence_mean),
         rewards=of_parts(_refusals(depth, slope)),
-        needs=requires(
+        needs=Needs(
             1,
             "a reward function that finds refusals and counts reasoning steps; the search "
             "over depth, an outer loop that moves it while precision and refusal rate on held-out "

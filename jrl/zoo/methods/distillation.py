@@ -28,7 +28,8 @@ def minillm(base: Method, normalise: Flag = True) -> Method:
 
     the single-step decomposition, its first term over the whole vocabulary. Departures: no tokens
     are drawn from a mixture with the teacher, the language-model loss on a corpus is left out, and
-    advantages are not whitened as in the released code; the mean over tokens is that code's.
+    advantages are not whitened as in the released code, which counts a token's own r_t in A_t as
+    well; the mean over tokens is that code's.
     """
     reverse = distill.divergence_in_loss(distill.divergence("reverse"))
     return base.plus(reverse).with_(

@@ -13,7 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import CENTRED, Method, Schedule, against_others
+from jrl.methods.base import CENTRED, Method, Needs, Schedule, against_others
 from jrl.methods.definition import published
 from jrl.methods.domains import Choice, Count, NonNegative, Positive, Tokens, is_zero
 from jrl.methods.schedule import refreshed
@@ -273,7 +273,9 @@ def oreo(
     is over the whole vocabulary. beta is the paper's, and so is alpha unless ``kl_coef`` is given:
     0.01 for tokens, 0.1 for steps, 0.3 for responses. Departures: the samples are whatever the run
     gives, the policy's own unless it is told otherwise; the paper's value network has an optimiser
-    of its own. The values guide a search at test time with ``jrl eval --search beam --by value``.
+    of its own; the values are fitted at every token at every level, where the released code fits
+    them where steps begin. The values guide a search at test time with ``jrl eval --search beam
+    --by value``.
     """
     terms = [soft_value_loss(beta, value_coef)]
     alpha = PAPERS_ALPHA[level] if kl_coef is None else kl_coef
@@ -287,7 +289,7 @@ def oreo(
             tuple(terms),
         ),
         schedule=Schedule(epochs),
-        needs=frozenset({"lines"} if level == "step" else ()),
+        needs=Needs(reads=frozenset({"lines"} if level == "step" else ())),
     )
 
 
@@ -336,7 +338,8 @@ def rover(scale: Positive = 1.0, epochs: Count = 1) -> Method:
 
     with rho (``scale``) 1, the reward given at every token, and pi_old the policy at the start of
     the step. Departures: where truncation removes tokens from the distribution, the mean is over
-    those that it leaves; the optional clip of the released code is left out.
+    those that it leaves; the optional clip of the released code is left out. Its script for
+    mathematics also divides the reward by the group's deviation.
     """
     surrogate = uniform_policy_error(scale)
     return against_others(CENTRED, surrogate, aggregates.token_mean, epochs=epochs)

@@ -85,7 +85,7 @@ def cpo(
         loss = -log sigmoid( beta log pi(y_w) - beta log pi(y_l) )  -  log pi(y_w)
 
     Departures: ``nll_coef`` weighs the second term, the sum over tokens as in the formula; TRL
-    takes the mean over the batch's tokens there.
+    takes the mean over the batch's tokens there, and with ``loss = "ipo"`` means over tokens.
     """
     prefer = dpo_loss(loss, beta, label_smoothing, lambda side: side.logprob)
 
@@ -219,7 +219,7 @@ def reward_augmented_dpo(base: Method) -> Method:
     the released code; see ``goals``. Alternatively the environment records ``ids["goal"]`` [N]
     and the scores are turned into R here. At inference the prompt names the greatest score.
     """
-    return base.before(nearest_to_goal()).with_(needs=base.needs | {"goals"})
+    return base.before(nearest_to_goal()).with_(needs=base.needs.reading("goals"))
 
 
 # ---------------------------------------------------------------- siblings in a search tree

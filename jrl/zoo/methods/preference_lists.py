@@ -168,9 +168,9 @@ def bco(beta: Positive = 0.1, decay: Decay | None = None, threshold: Points = 0.
     desirable is a reward above ``threshold`` points. delta is measured at the start of the step,
     the step included, and carries no gradient; it is the mean over all completions so far, as in
     TRL, which pools the two kinds and gives 0.01 as beta of the paper's paired runs. Departures:
-    ``decay`` makes it a moving average. Weights of undesirable completions by density ratio,
-    p / (1 - p) within 0.5 and 10 in TRL, for data whose two kinds have different prompts, are not
-    here.
+    ``decay`` makes it a moving average. TRL takes one mean over all completions in the loss.
+    Weights of undesirable completions by density ratio, p / (1 - p) within 0.5 and 10 in TRL, for
+    data whose two kinds have different prompts, are not here.
     """
     signed = transforms.chain(labels(threshold, balanced=True), running_shift(decay))
     return Method(Objective(signed, labelled(beta, bounded=False), aggregates.sequence_sum))
@@ -445,7 +445,7 @@ def with_rationale(base: Method, gamma: float, form: str) -> Method:
     return base.with_(
         advantage=base.objective.advantage._replace(apply=choose_two),
         surrogate=pair._replace(apply=apply, needs=pair.needs | rationales.needs),
-        needs=base.needs | {"rationales"},
+        needs=base.needs.reading("rationales"),
     )
 
 

@@ -107,7 +107,7 @@ def sppo(
     trained on (``use``). Departures: completions are drawn from the policy of the step, the paper's
     from pi_t; P comes from scores by ``model``, not from a pairwise preference model. The
     hard-label form that TRL names sppo_hard is model="comparison", against="others",
-    eta = 1 / beta on pairs.
+    eta = 1 / beta on pairs, with twice the loss.
     """
 
     def regression(group: Members) -> tuple[Array, Stats]:

@@ -208,10 +208,11 @@ def dppo_tv(
 
         loss = -1/(sum_i |o_i|) sum_i sum_t keep_t sg(min(rho_t, cap)) A_i log pi_t
 
-    where keep_t is 0 if |p_t - q_t| exceeds the limit in the direction in which A_i pushes.
-    The limits here and in ``dppo_kl`` are those of the authors' example for verl, and so are weight
-    and loss. Departures: GRPO's advantages and the token mean; that example does not divide by the
-    deviation, and divides sums by a constant length as ``dr_grpo`` does.
+    where keep_t is 0 if |p_t - q_t| exceeds the limit in the direction in which A_i pushes. The
+    limits here and in ``dppo_kl`` are those of the authors' example for verl, and so is the loss;
+    the cap is the default of its function, where the example has 10,000. Departures: GRPO's
+    advantages and the token mean; that example does not divide by the deviation, and divides sums
+    by a constant length as ``dr_grpo`` does.
     """
     rule = near("tv", limit_low, limit_high, weight_cap)
     return base.with_(rule=rule, aggregate=token_mean)
@@ -435,7 +436,7 @@ def _token_tie_breakers(batch: Batch) -> Array:
     return bits ^ (bits >> 16)
 
 
-@variant(grpo)
+@variant(grpo, clip_low=1.0, clip_high=1.0)
 def clip_cov(
     base: Method,
     fraction: Fraction = 2e-4,
@@ -448,12 +449,13 @@ def clip_cov(
     (arXiv:2505.22617): the entropy falls where advantage and log-probability vary together.
 
         C_t = (A_t - mean A) (log pi_t - mean log pi)        means over the batch's tokens
-        loss = -mean over tokens of min(rho_t A_t, clip(rho_t) A_t), 0 at the chosen tokens
+        loss = -mean over tokens of min(rho_t A_t, clip(rho_t, 0, 2) A_t), 0 at the chosen tokens
 
-    which are ``fraction`` of all tokens, at least one, drawn from those whose C_t lies between the
-    bounds. Departure: pi is the policy at the start of the training step and the choice is made
-    once a step, where the authors' code makes it anew for each minibatch and leaves out tokens that
-    the ratio clip already holds.
+    with the bounds of the released scripts, which also draw groups without a difference anew. The
+    chosen ones are ``fraction`` of all tokens, at least one, drawn from those whose C_t lies
+    between the bounds. Departure: pi is the policy at the start of the training step and the choice
+    is made once a step, where the authors' code makes it anew for each minibatch and leaves out
+    tokens that the ratio clip already holds.
     """
     check_band(covariance_low=covariance_low, covariance_high=covariance_high)
     choose = drop_covariant(fraction, covariance_low, covariance_high)
@@ -484,7 +486,7 @@ def kl_cov(base: Method, fraction: Fraction = 2e-4, penalty: NonNegative = 1.0) 
         loss = -mean over tokens of [rho_t A_t - penalty |log rho_t| at the chosen tokens]
 
     which are the ``fraction`` of all tokens, at least one, with the largest C_t (see ``clip_cov``,
-    also for the departure).
+    also for the departure). 2e-4 is the released value for 32B; for 7B it is 2e-3.
     """
     rule = free_but("marked", penalty)
     return base.after(mark_covariant(fraction)).with_(rule=rule, aggregate=token_mean)

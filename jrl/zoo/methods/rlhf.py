@@ -265,7 +265,7 @@ def gepo(
         aggregate=aggregates.sequence_sum,
         regularizers=tuple(regularizers),
         plan=Plan(demonstrated(demonstrations, distinct=True)),
-        needs=base.needs | {"several solutions"},
+        needs=base.needs.reading("several solutions"),
     )
 
 

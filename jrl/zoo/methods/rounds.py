@@ -58,7 +58,7 @@ class keep_failed:
         """The state with the problems that are hard; as it was where there are none."""
         rows, log = np.asarray(state["rows"]), logging.getLogger("jrl")
         groups = tools.draw(rows, self.attempts)
-        tested = np.asarray(groups.drawn())
+        tested = np.asarray(groups.drawn() & groups.judged())
         right = tested & (np.asarray(groups.success()) > self.above)
         at = np.searchsorted(rows, np.asarray(groups.row))  # several groups where players have one
         total = [np.bincount(at, x.sum(axis=1), len(rows)) for x in (right, tested)]

@@ -49,12 +49,15 @@ def dars(base: Method, balance: Balance = "hard", max_group: Count = 32) -> Meth
     completions are added, c = 1 for equal treatment (``balance="equal"``) and 2 (1 - a) for the
     hardness-weighted schedule (``"hard"``). Advantages are those of the whole group.
 
-    Departures: the schedule for advantages without a deviation, which the paper has too, is not
-    here. DARS-B is this with a large ``train.prompts``, one minibatch and ``epochs`` above 1.
+    Departures: the schedule for advantages without a deviation, which the paper has too and the
+    released scripts take (with 64 members at most for the hard schedule, 32 for the equal one), is
+    not here. DARS-B is this with a large ``train.prompts``, one minibatch and ``epochs`` above 1.
     """
 
     def further(groups: Any, view: StepView) -> Asks:
+        known = (groups.drawn() & groups.judged()).any(axis=1)  # of others not how hard they are
         count = further_members(groups.rate(), groups.sizes(), max_group, balance)
+        count = jnp.where(known, count, 0)
         return (more(groups, count, max(max_group - view.group, 1)),)
 
     plan = Plan(next=further, rounds=1, members=lambda group: max(max_group - group, 0))
@@ -62,8 +65,8 @@ def dars(base: Method, balance: Balance = "hard", max_group: Count = 32) -> Meth
 
 
 def _failed(groups: Any) -> Array:
-    """[m] bool: groups with members, none of which has any success."""
-    sampled = groups.drawn()
+    """[m] bool: groups with members that were judged, none of which has any success."""
+    sampled = groups.drawn() & groups.judged()
     return sampled.any(axis=1) & ~(sampled & (groups.success() > 0)).any(axis=1)
 
 

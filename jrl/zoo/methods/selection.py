@@ -42,7 +42,7 @@ def posteriors(target: float, decay: float, prior: tuple[float, float], pool: in
 def mopps(
     base: Method,
     target: Fraction = 0.5,
-    decay: Fraction = 0.9,
+    decay: Fraction = 0.5,
     prior_right: Positive = 1.0,
     prior_wrong: Positive = 1.0,
     pool: Count = 1024,
@@ -60,7 +60,8 @@ def mopps(
 
     Departures: all problems are candidates, where the released code draws a larger batch of them
     first; on a procedural task there are ``pool``. s is the sum of the reward part that says what
-    is right. Not known: the decay, of which 0.9 is a guess, and the prior, here uniform.
+    is right. The released runs have the uniform prior, and decays of 0.5 (countdown, geometry) and
+    1 (mathematics).
     """
     prior = (prior_right, prior_wrong)
     return base.with_(curriculum=posteriors(target, decay, prior, pool))

@@ -245,5 +245,5 @@ def spark(
         rewards=plan.rewards,
         # Nothing is edited: it is there for the room that questions take in a batch.
         edits=(Edit(Stateless(), lambda state, groups, view: (groups, state), _room(share)),),
-        needs=base.needs | {"questions"},
+        needs=base.needs.reading("questions"),
     )

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrl.errors import UserError
-from jrl.methods.base import Method, Schedule, against_others
+from jrl.methods.base import Method, Needs, Schedule, against_others
 from jrl.methods.curriculum import unchanged
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import (
@@ -219,7 +219,7 @@ def bfs_prover(
             policies=experts,
             tree=Search("best_first"),
         ),
-        needs=frozenset({"lines"}),
+        needs=Needs().reading("lines"),
         advantage=middle_steps(low, high, success),
         surrogate=ratios.reinforce(),
         schedule=Schedule(after=after),

@@ -204,7 +204,7 @@ def pav(base: Method) -> Method:
     alpha A_mu, its weight being alpha, beside the part that says what is right; steps are lines, or
     the turns of an environment. Departures: the paper does not say which baseline its runs take.
     """
-    lines = base.needs | {"lines"}
+    lines = base.needs.reading("lines")
     return base.with_(advantage=with_step_progress(base.objective.advantage))._replace(needs=lines)
 
 
@@ -256,7 +256,8 @@ def degrpo(
     The defaults of alpha, of gamma and of the advantage without a deviation are those of the
     released training script. Departures: the mean of the tokens after the first is each
     completion's, as in the paper, where the released code averages over the batch's tokens; the
-    KL's mean is over each completion's tokens. The model must have been taught both modes by
+    KL's mean is over each completion's tokens, and beta (``kl_coef``) is 0 unless given, where the
+    script has 0.001 of k3. The model must have been taught both modes by
     supervised training first.
     """
 

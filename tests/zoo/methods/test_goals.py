@@ -25,7 +25,7 @@ def test_a_pair_with_scores_is_two_that_aim_at_them():
         "chosen_score": 9.0,
         "score_rejected": 4.5,
     }
-    rows = rows_for(get_method("reward_augmented_dpo").needs, MemoryRows([row], "line"))
+    rows = rows_for(get_method("reward_augmented_dpo").needs.reads, MemoryRows([row], "line"))
     up, down = (rows[i] for i in range(len(rows)))
     assert "Overall score: 9.\n\nq" in up["prompt"]
     assert "Overall score: 4.5.\n\nq" in down["prompt"]

@@ -234,7 +234,8 @@ CASES = {
     "clip_cov": (
         clip_cov_loss,
         "clip_cov",
-        {"fraction": 1.0, "covariance_low": 0.05, "covariance_high": 0.6},
+        {"fraction": 1.0, "covariance_low": 0.05, "covariance_high": 0.6}
+        | {"clip_low": 0.2, "clip_high": 0.2},
     ),
     "kl_cov": (kl_cov_loss, "kl_cov", {"fraction": 0.3, "penalty": 0.7}),
     "luspo": (luspo_loss, "luspo", {"clip_low": 0.1, "clip_high": 0.2}),
@@ -263,7 +264,8 @@ def test_gspo_token_has_the_gradient_of_gspo():
 def test_without_a_covariance_between_the_bounds_clip_cov_is_token_mean_grpo():
     d = ragged(7)
     grpo = get_method("grpo").with_(aggregate=aggregates.token_mean)
-    one, g_one = run(get_method("clip_cov", covariance_low=1e6, covariance_high=2e6), d)
+    none = {"covariance_low": 1e6, "covariance_high": 2e6, "clip_low": 0.2, "clip_high": 0.2}
+    one, g_one = run(get_method("clip_cov", **none), d)
     two, g_two = run(grpo, d)
     assert one == pytest.approx(two, abs=1e-6)
     np.testing.assert_allclose(g_one["logprobs"], g_two["logprobs"], atol=1e-6)

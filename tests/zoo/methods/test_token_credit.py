@@ -159,7 +159,7 @@ def test_without_progress_pav_is_rloo_and_asks_for_lines():
     d = ragged(3, ids=("step",))
     one, two = run(pav(), d), run(rloo(), d)
     np.testing.assert_allclose(one[1]["logprobs"], two[1]["logprobs"], atol=1e-6)
-    assert "lines" in pav().needs
+    assert "lines" in pav().needs.reads
 
 
 # ---------------------------------------------------------------- EMPG
