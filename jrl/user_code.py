@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import functools
 import hashlib
 import importlib
 import importlib.util
@@ -303,7 +302,7 @@ def _bare_signature(signature: inspect.Signature) -> str:
     return str(signature.replace(parameters=bare, return_annotation=signature.empty))
 
 
-def made_by(function: Callable[..., Any], setting: str, *args: Any, **options: Any) -> Any:
+def made_by(function: Callable[..., Any], setting: str, /, *args: Any, **options: Any) -> Any:
     """The result of a user function that makes a part of the run.
 
     Args:
@@ -367,8 +366,33 @@ def _wide_numbers() -> bool:
     return jax is not None and bool(jax.config.jax_enable_x64)
 
 
-@functools.cache
+_FILES: dict[Path, tuple[tuple[int, int], ModuleType]] = {}
+"""Modules of files, each with the file's time and size as it was read."""
+
+
+def forget_changed_files() -> None:
+    """Lets files that were changed since they were read be read again.
+
+    A run keeps what it began with; the next one of a notebook gets what was edited between them.
+    """
+    for path, (version, _) in list(_FILES.items()):
+        if not path.is_file() or _version(path) != version:
+            del _FILES[path]
+
+
+def _version(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_mtime_ns, stat.st_size
+
+
 def _of_file(path: Path) -> ModuleType:
+    if path not in _FILES:
+        version = _version(path)
+        _FILES[path] = version, _read_file(path)
+    return _FILES[path][1]
+
+
+def _read_file(path: Path) -> ModuleType:
     folder = str(path.parent)
     if folder not in sys.path:  # last, so that modules beside the file replace no others
         sys.path.append(folder)

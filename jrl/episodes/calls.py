@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import os
 import queue
 import threading
 import time
@@ -166,7 +167,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-async def run_either(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+async def run_either(function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
     """The result of a function, awaited where it is async, else run in a thread of its own."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **keywords)
@@ -176,10 +177,13 @@ async def run_either(function: Callable[..., Any], *arguments: Any, **keywords: 
 
 async def _guarded(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """The result; SystemExit and the like, which would end the loop, become errors."""
+    caller = os.getpid()
     try:
         return await run_either(function, *arguments)
     except (SystemExit, KeyboardInterrupt) as error:
         raise EnvError(_words(error)) from None
+    finally:
+        _end_child(caller)
 
 
 async def _in_thread(function: Callable[[], Any]) -> Any:
@@ -201,11 +205,12 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
             result.set_exception(error if taken else EnvError(_words(error)))
 
     def work() -> None:
-        value, failure = None, None
+        value, failure, caller = None, None, os.getpid()
         try:
             value = function()
         except BaseException as error:
             failure = error
+        _end_child(caller)
         try:
             loop.call_soon_threadsafe(settle, value, failure)
         except RuntimeError:
@@ -213,6 +218,12 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
 
     threading.Thread(target=work, name="jrl-env", daemon=True).start()
     return await result
+
+
+def _end_child(caller: int) -> None:
+    """Ends the process if it is a child that a call forked and that came back from it."""
+    if os.getpid() != caller:
+        os._exit(1)
 
 
 def _words(error: BaseException) -> str:

@@ -5,6 +5,7 @@ speak = endpoint("http://localhost:8000/v1", "some-model")
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.client
 import inspect
@@ -14,6 +15,7 @@ import math
 import os
 import socket
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
@@ -93,8 +95,15 @@ def endpoint(
     def speak(messages: list[Message]) -> str:
         body = json.dumps({**fixed, "messages": list(map(dict, messages))}).encode()
         request = urllib.request.Request(f"{url.rstrip('/')}/chat/completions", body, headers)
-        with _opener().open(request, timeout=timeout) as reply:
-            return json.loads(_body(reply, most_bytes))["choices"][0]["message"]["content"]
+        try:
+            with _opener().open(request, timeout=timeout) as reply:
+                return json.loads(_body(reply, most_bytes))["choices"][0]["message"]["content"]
+        except urllib.error.HTTPError as error:
+            # A server says there what it wants; its status alone helps nobody.
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                reply_text = " ".join(error.read(300).decode("utf-8", "replace").split())
+                error.msg = f"{error.msg}: {reply_text}" if reply_text else error.msg
+            raise
 
     return speak
 

@@ -35,25 +35,35 @@ class _Process:
     def __init__(self, process: asyncio.subprocess.Process, most: int) -> None:
         self._process, self._most = process, most
         self.sound = True
+        self._calls = 0
+
+    def send(self, body: bytes) -> None:
+        """Writes a message, after its length in eight bytes."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(len(body).to_bytes(8, "big") + body)
 
     async def ask(self, request: Mapping[str, Any]) -> Any:
         """The answer to a request; kills the process if there is none.
 
         Raises:
-          EnvError: the environment failed, or its process died or wrote too much.
+          EnvError: the environment failed, or its process died, wrote too much, or answered
+            another call.
         """
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
-        body = json.dumps(request, default=str).encode()
+        self._calls = number = self._calls + 1
+        body = json.dumps({**request, "call": number}, default=str).encode()
         complete = False
         try:
-            stdin.write(len(body).to_bytes(8, "big") + body)
+            self.send(body)
             await stdin.drain()
             size = int.from_bytes(await stdout.readexactly(8), "big")
             if size > self._most:
                 raise EnvError(f"an answer of {size} bytes; the limit is {self._most}")
             out = json.loads(await stdout.readexactly(size))
+            if out.get("call") != number:  # what it started may have written, too
+                raise EnvError("its process gave two answers to one call")
             complete = True
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise EnvError("its process died") from error
@@ -112,9 +122,10 @@ def process_env(
     if not place or not name:
         raise UserError(f"env = {env!r}; write FILE.py:function or module:function")
     if place.endswith(".py"):
-        if not Path(place).is_file():
+        file = Path(place).expanduser()
+        if not file.is_file():
             raise UserError(f"env = {env!r}: there is no file {place}")
-        env = f"{Path(place).resolve()}:{name}"
+        env = f"{file.resolve()}:{name}"
     if not Path(python).is_file():
         raise UserError(f"python = {python!r}: there is no such interpreter")
     if at_once < 0:
@@ -122,10 +133,10 @@ def process_env(
     arguments = dict(options)
     if isinstance(arguments.get("limits"), Limits):
         arguments["limits"] = arguments["limits"]._asdict()
-    settings = {"env": env, "options": arguments}
+    settings = json.dumps({"env": env, "options": arguments}).encode()
     # Bytes of the largest answer that can be taken: any character may be six of them in JSON.
     most = 1024 + 8 * limits.answer_chars
-    pool = _Pool([python, str(_WORKER), json.dumps(settings)], most, at_once)
+    pool = _Pool([python, str(_WORKER)], settings, most, at_once)
     return HostEnv(
         init=pool.init,
         step=pool.step,
@@ -141,8 +152,8 @@ def process_env(
 class _Pool:
     """The processes of one environment: those that play, and those that may play next."""
 
-    def __init__(self, command: list[str], most: int, at_once: int) -> None:
-        self._command, self._most = command, most
+    def __init__(self, command: list[str], settings: bytes, most: int, at_once: int) -> None:
+        self._command, self._settings, self._most = command, settings, most
         # Calls wait in the order of their groups, so that a group's members all get in.
         self._gate = Gate(at_once or _ANY, "a process of the environment")
         self._idle: list[_Process] = []
@@ -161,6 +172,7 @@ class _Pool:
             env={**os.environ, "JAX_PLATFORMS": "cpu"},
         )
         self._alive.add(process := _Process(started, self._most))
+        process.send(self._settings)
         return process
 
     async def _drop(self, process: _Process) -> None:

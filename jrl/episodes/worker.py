@@ -26,6 +26,8 @@ def load(spec: str) -> Any:
     """The function that ``FILE.py:function`` or ``module:function`` names."""
     place, _, name = spec.rpartition(":")
     if place.endswith(".py"):
+        # Behind all else, so that a file beside it hides no module.
+        sys.path.append(os.path.dirname(os.path.abspath(place)))
         spec_of_file = importlib.util.spec_from_file_location("jrl_environment", place)
         assert spec_of_file is not None
         assert spec_of_file.loader is not None
@@ -58,10 +60,9 @@ def plain(value: Any) -> Any:
     """A value that JSON does not know, as one that it does: mappings, numbers and sequences."""
     if isinstance(value, Mapping):
         return dict(value)
-    if hasattr(value, "item"):
-        return value.item()
-    if hasattr(value, "tolist"):
-        return value.tolist()
+    for convert in ("tolist", "item"):  # of an array, of any other number
+        if hasattr(value, convert):
+            return getattr(value, convert)()
     return list(value) if isinstance(value, (set, frozenset, range)) else repr(value)
 
 
@@ -113,6 +114,15 @@ class Session:
         return None
 
 
+def end_child(parent: int) -> None:
+    """Ends the process if it is a child that the environment forked and that came back.
+
+    Were it to go on, it would read the parent's requests, and answer each a second time.
+    """
+    if os.getpid() != parent:
+        os._exit(1)
+
+
 def main() -> None:
     """Answers requests until standard input ends."""
     libc = ctypes.CDLL(None)
@@ -122,16 +132,19 @@ def main() -> None:
     # the file of that name beside this one.
     directory = os.path.dirname(os.path.realpath(__file__))
     sys.path[:] = [path for path in sys.path if os.path.realpath(path) != directory]
-    settings = json.loads(sys.argv[1])
     # What the environment prints must not stand among the answers.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     requests = sys.stdin.buffer
-    session, failure = None, ""
+    # Not arguments of the command, which every user may read and which may hold keys.
+    settings = json.loads(requests.read(int.from_bytes(requests.read(8), "big")))
+    session, failure, own = None, "", os.getpid()
     try:
         session = Session(settings["env"], settings["options"])
     except BaseException as error:
         failure = words(error)
+    finally:
+        end_child(own)
     while len(head := requests.read(8)) == 8:
         request = json.loads(requests.read(int.from_bytes(head, "big")))
         out: dict[str, Any] = {"error": failure}
@@ -140,10 +153,14 @@ def main() -> None:
                 out = {"value": session.answer(request)}
             except BaseException as error:  # SystemExit too: the next episode is played
                 out = {"error": words(error)}
+            finally:
+                end_child(own)
+        number = {"call": request.get("call")}
         try:
-            body = json.dumps(out, default=plain).encode()
+            body = json.dumps({**out, **number}, default=plain).encode()
         except (ValueError, TypeError, RecursionError, MemoryError) as error:
-            body = json.dumps({"error": f"its answer is no JSON: {error}"[:300]}).encode()
+            reason = f"its answer is no JSON: {error}"[:300]
+            body = json.dumps({"error": reason, **number}).encode()
         answers.write(len(body).to_bytes(8, "big") + body)
         answers.flush()
 

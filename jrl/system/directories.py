@@ -7,8 +7,13 @@ from pathlib import Path
 
 
 def fresh_dir(name: str) -> Path:
-    """A directory under ``runs/`` that is not there yet: NAME-TIME."""
-    base = Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    """A directory under ``runs/`` that is not there yet: NAME-TIME.
+
+    Args:
+      name: of a method or a configuration; a function's file may stand before it.
+    """
+    short = Path(name).name.replace(".py:", "-").replace(":", "-")
+    base = Path("runs") / f"{short}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     path, number = base, 1
     while path.exists():
         path, number = base.with_name(f"{base.name}-{number}"), number + 1

@@ -76,6 +76,8 @@ def start(
             coordinator,
             processes,
             process,
+            # Given all three, a cluster is not asked: Slurm's would take one GPU a process.
+            cluster_detection_method=None if automatic else "deactivate",
             heartbeat_timeout_seconds=silence,
             initialization_timeout=max(silence, 300),
             shutdown_timeout_seconds=silence,

@@ -36,6 +36,8 @@ def make(greeting="hello"):
             os.kill(os.getpid(), signal.SIGSEGV)
         if reply.text == "exit":
             sys.exit(3)
+        if reply.text == "fork":
+            os.fork()
         if reply.text == "raise":
             raise KeyError("lost")
         if reply.text == "flood":
@@ -139,6 +141,34 @@ def test_faults_end_one_episode(world, text, message):
     again, messages = ask(env.init, PROMPT, 3).value
     assert messages
     ask(env.close, again)
+
+
+def test_a_child_that_an_environment_leaves_behind_answers_nothing(world):
+    """Were it to answer, every later turn would get the feedback of the one before it."""
+    env, ask = world
+    state, _ = ask(env.init, PROMPT, 5).value
+    for turn, text in enumerate(["fork", "go", "fork"]):
+        state, feedback = ask(env.step, state, reply(text, turn)).value
+        assert feedback["messages"][0]["content"].split()[0] == str(turn + 1)
+    ask(env.close, state)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_an_environment_in_the_run_s_process_leaves_no_child_behind():
+    """It would go on as a second trainer."""
+
+    async def forks():
+        return os.fork()
+
+    def forks_in_a_thread():
+        return os.fork()
+
+    with Calls() as calls:
+        for number, function in enumerate((forks, forks_in_a_thread)):
+            calls.submit(number, function, seconds=20.0)
+            child = calls.inbox.get(timeout=20).value
+            assert child
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
 def test_a_process_that_hangs_while_it_opens_is_killed(world):

@@ -29,8 +29,9 @@ from jrl.zoo.envs.answer_rewards import EXACT, last_turn_reward
 
 _START_SECONDS = 30.0
 _MOST_PAGES = 100
-_ANSWERS = (-32700, -32600, -32601, -32602, -32603)
-"""Codes of JSON-RPC with which a server answers a request; others are the connection's."""
+_ANSWERS = (-32602,)
+"""Codes of JSON-RPC with which a server refuses arguments; a client gives the others to errors of
+its connection, too, such as a session that has ended."""
 
 
 def mcp(

@@ -104,10 +104,13 @@ def multi_hop(
 
 def read_corpus(path: str) -> list[str]:
     """The texts of a file with one {"text": ...} per line."""
-    if not Path(path).is_file():
+    file, texts = Path(path).expanduser(), []
+    if not file.is_file():
         raise UserError(f"corpus = {path!r}: there is no such file")
-    texts = []
-    for number, line in enumerate(Path(path).read_text("utf-8").splitlines(), 1):
+    # By line feeds alone: JSON text may hold what Python also takes for the end of a line.
+    for number, line in enumerate(file.read_text("utf-8-sig").split("\n"), 1):
+        if not line.strip():
+            continue
         try:
             texts.append(str(json.loads(line)["text"]))
         except (ValueError, KeyError, TypeError):

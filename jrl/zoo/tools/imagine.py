@@ -265,7 +265,7 @@ def imagine(
       UserError: the endpoint fails; what is done is written. Or the file holds something else.
     """
     digest = hashlib.sha256(json.dumps(task._asdict()).encode()).hexdigest()[:8]
-    with contextlib.closing(_File(Path(out), digest)) as file:
+    with contextlib.closing(_File(Path(out).expanduser(), digest)) as file:
         return _imagine(task, model, file, count, seed, concurrency, echo)
 
 

@@ -41,8 +41,8 @@ class Config(vf.TasksetConfig):
 class Word(vf.Task[Data]):
     @vf.reward(weight=1.0)
     async def right(self, trace) -> float:
-        said = [m.content for m in trace.branches[-1].messages if m.role == "assistant"]
-        return 1.0 if self.data.answer in said[-1] else 0.25
+        messages = [m.content for m in trace.branches[-1].messages if m.role == "assistant"]
+        return 1.0 if self.data.answer in messages[-1] else 0.25
 
     @vf.metric
     async def letters(self) -> float:
@@ -73,8 +73,8 @@ class Data(vf.TaskData):
 class Task(vf.Task[Data]):
     @vf.reward
     async def right(self, trace) -> float:
-        said = [m.content for m in trace.branches[-1].messages if m.role == "assistant"]
-        return float(self.data.answer in (said[-1] or ""))
+        messages = [m.content for m in trace.branches[-1].messages if m.role == "assistant"]
+        return float(self.data.answer in (messages[-1] or ""))
 
     @classmethod
     def toolsets(cls, config):
