@@ -205,6 +205,8 @@ def measure(args: argparse.Namespace, record: Record) -> str:
             add_profile(record, names, measured, args)
             prepared = sum(measured.row.get(name, 0.0) for name in BEFORE)
             budget.spent(row.kind, row.cost, prepared, time.perf_counter() - begin)
+            # Its profile holds weights or a state, for which the next row may have no room.
+            del measured
     return reason
 
 

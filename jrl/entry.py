@@ -22,7 +22,7 @@ from jrl.rewards.columns import SIGNATURE
 from jrl.storage.metrics import read_jsonl
 from jrl.system.directories import fresh_dir
 from jrl.types import Network, Params, TrainState
-from jrl.user_code import PYTHON_PREFIX, keep_rows, python_values
+from jrl.user_code import PYTHON_PREFIX, forget_changed_files, keep_rows, python_values
 
 if TYPE_CHECKING:
     from jrl.episodes import Env
@@ -145,6 +145,7 @@ def fit(
     from jrl.run.run import run_config
     from jrl.setup.adapters import policy_of
 
+    forget_changed_files()  # before what checks the configuration reads them
     values: dict[str, Any] = {}
     tree = _tree(config)
     _set(tree, {name.replace("__", "."): value for name, value in settings.items()})
@@ -324,14 +325,18 @@ def _checked(rows: list[Any], name: str) -> list[dict[str, Any]]:
 def _set_rewards(tree: dict[str, Any], reward: Any, values: dict[str, Any]) -> None:
     if reward is None:
         return
-    named = reward if isinstance(reward, Mapping) else {None: reward}
+    several = list(reward) if isinstance(reward, list | tuple) else [reward]
+    named = reward.items() if isinstance(reward, Mapping) else [(None, part) for part in several]
     tree["rewards"] = reward_tables(tree.get("rewards", {}))
-    table = _table(tree, "rewards")
-    for name, part in named.items():
+    table, labels = _table(tree, "rewards"), set()
+    for name, part in named:
         if isinstance(part, str):
             table.setdefault(part, {})
         elif callable(part):
             label = name or getattr(part, "__name__", "reward").strip("<>")
+            if label in labels:
+                raise UserError(f"two rewards are called {label!r}; give them as a dict, by name")
+            labels.add(label)
             values[label] = part
             table.setdefault(f"{PYTHON_PREFIX}{label}", {})
             if not _is_of_a_module(part):

@@ -169,8 +169,9 @@ def data_files(name: HubName, key: str) -> list[Path]:
         card = _fetched(name, "dataset", key, ("README.md",)) if "README.md" in names else None
         selected = chosen_files(names, _card(card), name, key)
         directory = _fetched(name, "dataset", key, tuple(selected))
-        if offline() and not all((directory / file).exists() for file in selected):
-            raise _not_found(name, "dataset", key, _OFFLINE)
+        if not all((directory / file).exists() for file in selected):
+            reason = _OFFLINE if offline() else "not all of its files were fetched"
+            raise _not_found(name, "dataset", key, reason)
         return [directory / file for file in selected]
     directory = _fetched(name, "dataset", key, ("README.md",))
     names = [path.relative_to(directory).as_posix() for path in directory.rglob("*")]
@@ -443,7 +444,8 @@ def _of_disk(error: BaseException | None) -> OSError | None:
 
 def _not_found(name: HubName, kind: Kind, key: str, why: str) -> UserError:
     nearest = difflib.get_close_matches(name.repo, _in_cache(kind), n=1)
-    hint = f"; did you mean {name._replace(repo=nearest[0])}, which is there?" if nearest else ""
+    other = nearest and nearest[0] != name.repo
+    hint = f"; did you mean {name._replace(repo=nearest[0])}, which is there?" if other else ""
     kind_text = "directory" if kind == "model" else "file"
     return UserError(
         f"{key} = {str(name)!r}: there is no such {kind_text} in {Path.cwd()}, {why}, and its cache"

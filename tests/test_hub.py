@@ -88,7 +88,8 @@ configs:
 # GSM8K
 """
 GSM8K = ["README.md", "main/train-00000-of-00001.parquet", "main/test-00000-of-00001.parquet"]
-GSM8K += ["socratic/a.jsonl", "socratic/b.jsonl"]
+SOCRATIC = ["socratic/a.jsonl", "socratic/b.jsonl"]
+GSM8K += SOCRATIC
 LAYOUTS = {
     "the card": (GSM8K, CARD, "o/n/main:test", ["main/test-00000-of-00001.parquet"]),
     "a pattern": (GSM8K, CARD, "o/n/socratic", ["socratic/a.jsonl", "socratic/b.jsonl"]),
@@ -277,8 +278,8 @@ def test_files_of_other_forms_are_left_out_of_models_and_not_of_data_sets(cache,
 def listing(monkeypatch, names):
     """The listing of a commit, which newer versions of huggingface_hub keep."""
     files = [types.SimpleNamespace(path=name) for name in names]
-    kept = lambda repo, **how: files  # noqa: E731
-    monkeypatch.setattr("huggingface_hub.get_cached_repo_tree", kept, raising=False)
+    listed = lambda repo, **how: files  # noqa: E731
+    monkeypatch.setattr("huggingface_hub.get_cached_repo_tree", listed, raising=False)
 
 
 def test_offline_only_the_files_of_the_split_must_be_there(cache, monkeypatch):
@@ -296,9 +297,18 @@ def test_offline_only_the_files_of_the_split_must_be_there(cache, monkeypatch):
         data_files(hub_name("o/n/socratic"), "data.train")
 
 
+def test_a_file_of_a_split_that_was_not_fetched_is_named(cache, online):
+    """Older versions of the library return any folder that is there."""
+    add(cache, "o/n", "dataset", {"README.md": CARD, SOCRATIC[0]: lines(ROWS)})
+    online.answers["files"] = GSM8K
+    with pytest.raises(UserError, match="not all of its files were fetched"):
+        data_files(hub_name("o/n/socratic"), "data.train")
+
+
 def test_of_a_pinned_data_set_only_the_split_s_files_are_fetched(cache, online):
     """A run pins first, which fetches the card."""
-    path = add(cache, "o/n", "dataset", {"README.md": CARD, "socratic/a.jsonl": lines(ROWS)})
+    files = {"README.md": CARD, **dict.fromkeys(SOCRATIC, lines(ROWS))}
+    path = add(cache, "o/n", "dataset", files)
     online.answers["files"] = [*GSM8K, "socratic/a.jsonl"]
     pinned = pinned_name("o/n/socratic", "dataset", "data.train")
     fetched = data_files(hub_name(pinned), "data.train")
@@ -308,7 +318,7 @@ def test_of_a_pinned_data_set_only_the_split_s_files_are_fetched(cache, online):
 
 
 def test_of_a_data_set_only_the_split_s_files_are_fetched(cache, online):
-    files = {"README.md": CARD, "socratic/a.jsonl": lines(ROWS)}
+    files = {"README.md": CARD, **dict.fromkeys(SOCRATIC, lines(ROWS))}
     path = add(cache, "o/n", "dataset", files)
     online.answers["files"] = [*GSM8K, "socratic/a.jsonl"]
     fetched = data_files(hub_name("o/n/socratic"), "data.train")

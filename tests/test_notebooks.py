@@ -206,7 +206,7 @@ def test_the_first_cell_does_nothing_where_jrl_is_installed(monkeypatch, tmp_pat
 
 def test_the_first_cell_installs_the_checkout_around_it(monkeypatch):
     commands = first_cell({}, monkeypatch, ROOT / "notebooks", installed=False)
-    assert commands == [f"%pip install -q -e {ROOT}[plot]"]
+    assert commands == [f'%pip install -q -e "{ROOT}[plot]"']
     assert sys.path[0] == str(ROOT)
 
 
@@ -218,7 +218,7 @@ def test_the_first_cell_takes_an_uploaded_zip(monkeypatch, tmp_path):
     with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
         archive.writestr("other/a.txt", "")
     commands = first_cell({}, monkeypatch, tmp_path, installed=False)
-    assert commands == [f"%pip install -q -e {tmp_path / 'jrl-main'}[plot]"]
+    assert commands == [f'%pip install -q -e "{tmp_path}/jrl-main[plot]"']
     assert not (tmp_path / "other").exists()
 
 
@@ -236,8 +236,8 @@ def test_the_first_cell_clones_the_address_that_a_maintainer_set(monkeypatch, tm
     (tmp_path / "jrl-checkout" / "jrl" / "errors.py").touch()
     commands = first_cell({}, monkeypatch, tmp_path, installed=False, address=address)
     assert commands == [
-        f"!git clone --quiet --depth 1 {address} {tmp_path}/jrl-checkout",
-        f"%pip install -q -e {tmp_path / 'jrl-checkout'}[plot]",
+        f'!git clone --quiet --depth 1 {address} "{tmp_path}/jrl-checkout"',
+        f'%pip install -q -e "{tmp_path}/jrl-checkout[plot]"',
     ]
 
 

@@ -96,7 +96,10 @@ def test_gke_and_slurm_say_what_they_would_run():
     (command,) = dry("slurm.sh", "--nodes", "4", "--", "x.toml", "a=1")
     assert command[0] == "sbatch"
     assert {"--nodes=4", "--ntasks-per-node=1", "--gpus-per-node=8"} <= set(command)
-    assert command[-1].startswith("--wrap=JRL_DISTRIBUTED=auto srun jrl train x.toml a=1; code=$?;")
+    line = "JRL_DISTRIBUTED=auto JAX_LOCAL_DEVICE_IDS=0,1,2,3,4,5,6,7 srun jrl train x.toml a=1"
+    assert command[-1].startswith(f"--wrap={line}; code=$?;")
+    (command,) = dry("slurm.sh", "--gpus", "h100:2", "--", "x.toml", "a=1")
+    assert " JAX_LOCAL_DEVICE_IDS=0,1 srun" in command[-1]
     assert "scontrol requeue $SLURM_JOB_ID; exit $code" in command[-1]
 
 
@@ -143,6 +146,8 @@ def test_a_count_of_slices_that_is_no_number_is_named():
         ("", ["run.dir=d"], True),
         ("[run]\nresume = 'auto'\ndir = 'd'\n", [], True),
         ("run.dir = 'd'\n", [], True),
+        ("run = { resume = 'auto', dir = 'd' }\n", [], True),
+        (" [run]\n dir = 'd'\n", [], True),
     ],
 )
 def test_a_run_that_could_not_resume_is_refused(tmp_path, table, overrides, complete):
@@ -351,10 +356,10 @@ def test_a_mistake_in_the_configuration_is_found_before_anything_starts(tmp_path
     jrl.chmod(0o755)
     words = ("--", "configs/pod_8b_v6e.toml", "train.stepps=3")
     for name in ("launch.sh", "slurm.sh"):
-        said = script(name, "--dry-run", "--zone", "z", *words, ok=False, JRL=str(jrl))
-        assert re.fullmatch(r"jrl: error: show-config \S+pod_8b_v6e.toml train.stepps=3\n", said)
-    said = script("gke.sh", *GKE, "--image", "i", *words, ok=False, JRL=str(jrl))
-    assert said.startswith("jrl: error: show-config")
+        output = script(name, "--dry-run", "--zone", "z", *words, ok=False, JRL=str(jrl))
+        assert re.fullmatch(r"jrl: error: show-config \S+pod_8b_v6e.toml train.stepps=3\n", output)
+    output = script("gke.sh", *GKE, "--image", "i", *words, ok=False, JRL=str(jrl))
+    assert output.startswith("jrl: error: show-config")
     script("launch.sh", "--dry-run", "--zone", "z", "--", "/of/the/hosts.toml", JRL=str(jrl))
 
 

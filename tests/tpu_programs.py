@@ -78,7 +78,7 @@ def gpu_program(tree: dict[str, Any], topology: str, name: str) -> dict[str, Any
 
     hosts = parse_topology(topology)
     run = plan.abstract_run_on(build_config(tree), hosts)
-    programs = plan._programs(run, hosts, (name,), "colocated", 0.0, lambda line: None)
+    programs = plan.compiled_programs(run, hosts, (name,), "colocated", 0.0, lambda line: None)
     return as_json(plan.judged(run, hosts, programs))["programs"][name]
 
 

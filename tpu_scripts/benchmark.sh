@@ -18,7 +18,7 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-parse "${others[@]}"
+parse ${others[@]+"${others[@]}"}
 [ ${#REST[@]} -gt 0 ] || fail "nothing to measure; write -- CONFIG KEY=VALUE ... at the end"
 [ -n "$LOCAL" ] || need_zone
 slice=$TOPOLOGY
@@ -62,7 +62,7 @@ else
   done
 fi
 code=0
-for process in "${started[@]}"; do
+for process in ${started[@]+"${started[@]}"}; do
   wait "$process" || code=$?
 done
 exit "$code"

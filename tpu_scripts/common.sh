@@ -72,7 +72,8 @@ need_run_dir() {
   done
   file=$(path_of "$1")
   if [ -f "$file" ]; then
-    [ -z "$(sed -n '/^\[run\]/,/^\[[a-z]/s/^ *dir *=/&/p; s/^ *run\.dir *=/&/p' "$file")" ] || return 0
+    [ -z "$(sed -n '/^ *\[run\]/,/^ *\[[a-z]/s/^ *dir *=/&/p; s/^ *run\.dir *=/&/p
+      s/^ *run *= *{.*dir *=/&/p' "$file")" ] || return 0
   else
     case $1 in *=*) ;; *) return 0 ;; esac
   fi

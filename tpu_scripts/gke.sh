@@ -23,7 +23,7 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-parse "${others[@]}"
+parse ${others[@]+"${others[@]}"}
 need_zone
 [ -n "$CLUSTER" ] || fail "--cluster is missing"
 common=("--cluster=$CLUSTER" "--workload=$NAME" "${PLACE[@]}")

@@ -25,9 +25,11 @@ check_config "${REST[@]}"
 need_run_dir "${REST[@]}"
 line=$(printf '%q ' "${REST[@]}")
 args=("--job-name=$NAME" "--nodes=$NODES" --ntasks-per-node=1 "--gpus-per-node=$GPUS")
-args+=("--time=$TIME" --signal=TERM@300 --output=%x-%j.log --requeue)
+args+=("--time=$TIME" --signal=TERM@300 --output=%x-%j.log --open-mode=append --requeue)
 [ -z "$PARTITION" ] || args+=("--partition=$PARTITION")
 # Codes up to 4 are final: done, a mistake, a run that stopped itself, a disk that is full.
+# JAX gives each process of Slurm one GPU, unless it is told of others.
+devices=$(seq -s , 0 $((${GPUS##*:} - 1)))
 again='code=$?; [ $code -le 4 ] || [ ${SLURM_RESTART_COUNT:-0} -ge 10 ] ||'
 again+=' scontrol requeue $SLURM_JOB_ID; exit $code'
-run sbatch "${args[@]}" "--wrap=JRL_DISTRIBUTED=auto srun jrl train ${line% }; $again"
+run sbatch "${args[@]}" "--wrap=JRL_DISTRIBUTED=auto JAX_LOCAL_DEVICE_IDS=$devices srun jrl train ${line% }; $again"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import typer
 
 from jrl.cli.complete import complete_override
 from jrl.config import Config, load_config
-from jrl.config.stored import stored_config
+from jrl.config.stored import override, stored_config
 from jrl.errors import UserError
 from jrl.user_code import remember
 
@@ -42,7 +41,7 @@ def read(target: str | None, overrides: Sequence[str] | None) -> Config:
         target = None
     if target is None or not os.path.isdir(target):
         return load_config(target, changes)
-    stored = stored_config(Path(target), [f"run.dir={json.dumps(target)}", *changes])
+    stored = stored_config(Path(target), [override("run.dir", target), *changes])
     if stored is None:
         raise UserError(f"{target} is not a run directory: it has no config.toml")
     config, note = stored

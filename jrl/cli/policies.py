@@ -25,7 +25,7 @@ from jrl.cli.console import (
     print_samples,
 )
 from jrl.config import load_config
-from jrl.config.stored import is_run
+from jrl.config.stored import is_run, override
 from jrl.errors import UserError, unknown_choice
 from jrl.hub import hub_name
 
@@ -63,7 +63,10 @@ def sample(
     grouped = any(change.startswith("sampling.group=") for change in overrides or ())
     if samples is None and prompt and not grouped:
         samples = 1
-    settings = read(target, [*(overrides or []), *([f"data.env={json.dumps(env)}"] if env else [])])
+    settings = read(
+        target,
+        [*(overrides or []), *([override("data.env", env)] if env else [])],
+    )
     prepare_jax()
     from jrl.evaluate import sample_run
 
@@ -141,9 +144,11 @@ def serve(
     """
     if engine not in ("jrl", "jetstream"):
         raise unknown_choice("--engine", engine, ["jrl", "jetstream"])
+    if api_key == "":
+        raise UserError("--api-key is empty, so every client would be served; give one, or none")
     is_checkpoint = os.path.exists(f"{target}/config.json") or hub_name(target) is not None
     if is_checkpoint and not is_run(target):
-        settings = load_config(None, [f"model.path={json.dumps(target)}", *(overrides or ())])
+        settings = load_config(None, [override("model.path", target), *(overrides or ())])
     else:
         settings = read(target, overrides)
     prepare_jax()
@@ -157,7 +162,7 @@ def serve(
         queue=queue,
         chunk=chunk,
         grace_seconds=grace,
-        api_key=api_key or None,
+        api_key=api_key,
         record=record,
         tool_parser=tool_parser,
         log="contents" if log_contents else "requests" if log_requests else "nothing",

@@ -52,6 +52,21 @@ class DataTable(Table):
     judged_on_host: ClassVar[bool] = True
     """Whether reward functions on the host judge completions."""
 
+    def giver(self, part: str, function: str, *, known: bool) -> Literal["data", "function"] | None:
+        """Who gives a reward part its points; None where nobody does.
+
+        Args:
+          part: its name.
+          function: the name of its function.
+          known: whether that is one of the user's or of the library's.
+        """
+        own = self.own_rewards and known
+        if not self.reward_names:
+            return "function" if own or self.judged_on_host else "data"
+        if function not in self.reward_names and not own:
+            return None
+        return "function" if own and part not in self.reward_names else "data"
+
     @property
     def name(self) -> str:
         """Name of the procedural task or the environment on the device; "" for none."""

@@ -37,7 +37,7 @@ _PASSES = {
 """Words before "pass", without an s, where it is no password: first_pass, unlike db_pass."""
 _LOGINS = {
     *("account", "admin", "api", "app", "bitbucket", "cert", "client", "database", "db", "docker"),
-    *("email", "ftp", "git", "github", "gitlab", "http", "imap", "keystore", "ldap", "login"),
+    *("email", "ftp", "gh", "git", "github", "gitlab", "http", "imap", "keystore", "ldap", "login"),
     *("mail", "mongo", "my", "mysql", "pg", "postgre", "proxy", "redi", "root", "server", "sftp"),
     *("smtp", "sql", "ssh", "sudo", "user", "vault", "vpn", "wifi"),
 }
@@ -74,6 +74,8 @@ _FORMS = re.compile(
     r"(?<![\w/.-])hf_(?=\w*[a-z])(?=\w*[A-Z])[a-zA-Z]{20,}(?![\w/])|"
     r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}|\bAIza[\w-]{30,}|\bya29\.[\w-]{10,}|"
     r"\b(?:dapi|AC|SK)[0-9a-f]{32}\b|\bkey-[0-9a-f]{32}\b|\bsecret_[a-zA-Z0-9]{32,}|\bATATT[\w-]{16,}|\bEAAC\w{20,}|"
+    r"\bfc-[0-9a-f]{32}\b|\bpa-[\w-]{40,}|\brpa_[A-Z0-9]{30,}|\bABSK[\w+/=]{40,}|\b1//0[\w-]{20,}|"
+    r"\bBearer\s+(?=[\w.~+/-]*\d)[\w.~+/-]{12,}|"
     r"\b\d{8,10}:AA[\w-]{30,}|hooks\.slack\.com/\w+/\S{16,}|/api/webhooks/\d+/\S{16,}|/bot\d+:[\w-]{16,}|"
     r"(?:^|\s)(?:-u|--user)[ =](?!\d+:\d+\s)[^\s:]+:\S+|"
     r"\beyJ[\w-]{8,}\.[\w-]{8,}|-----BEGIN [A-Z ]*PRIVATE|"
@@ -84,7 +86,7 @@ addresses with a password or a key before their host."""
 _ASSIGNED = re.compile(
     r"(?:^|[?&#;,(\s])-{0,2}([\w.-]+)\s*=\s*([^\s&;,]+)|^([\w-]+):\s+(\S+)$|"
     r"(?m:^\s*([\w-]+):\s+(?=\S*\d)(\S{8,})$)|"
-    r"[\"']([\w-]+)[\"']\s*:\s*[\"']([^\"']+)[\"']"
+    r"[\"']([\w-]+)[\"']\s*:\s*[\"']([^\"']+)[\"']|[\"']([\w-]+):\s+([^\s\"']+)"
 )
 """A name with its value inside a text: of a query, a connection string, an option, a header."""
 _QUERY = re.compile(r"([?&#]([\w.-]+)=)[^\s&#'\"]+")
@@ -117,6 +119,7 @@ is none where it has a digit and nothing follows."""
 _FLAG = re.compile(r"(?:^|\s)--?([\w-]+)(?:\s+([^-\s]\S*))?")
 """An option of a command, and what follows it."""
 _NUMBER = re.compile(r"[\d.]*")
+_WORD = re.compile(r"[A-Za-z]{1,7}\W?")
 
 
 def hide_own(tree: Mapping[str, Any], option_keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -284,7 +287,8 @@ def _is_secret_flag(value: object) -> bool:
     if not isinstance(value, str):
         return False
     match = _FLAG.fullmatch(value)
-    return match is not None and match[2] is None and _names_one(match[1])
+    named = match is not None and (_names_one(match[1]) or match[1].lower() == "pass")
+    return match is not None and match[2] is None and named
 
 
 def _is_login(option: object, value: object) -> bool:
@@ -310,7 +314,17 @@ def _is_secret(value: object, inside: bool) -> bool:
         if "://" in value
         and (_SIGNED & set(_words(name)) or (name.lower() == "code" and len(x) >= _LONG_CODE))
     }
-    return any((name in signed or _names_one(name)) and not _is_number(x) for name, x in pairs)
+    secret = (x for name, x in pairs if name in signed or _is_given(name, x, "://" in value))
+    return any(not _is_number(x) for x in secret)
+
+
+def _is_given(name: str, value: str, in_address: bool) -> bool:
+    """Whether a text gives a secret of this name, which it may also tell of."""
+    if name.lower() == "pass":
+        return len(value) >= _LONG_VALUE and re.search(r"\d", value) is not None
+    if name.lower() in ("key", "token") and not in_address and _WORD.fullmatch(value):
+        return False  # "write key=value pairs"
+    return _names_one(name)
 
 
 def _words(name: object) -> list[str]:

@@ -38,7 +38,9 @@ class BranchTree(Table):
         " entropy, or the method's choice",
     )
     roots: int | None = key(None, "members sampled from the prompt; 0: half of the group", ge=0)
-    rounds: int | None = key(None, "rounds of branching, or of expanding nodes of a search", ge=1)
+    rounds: int | None = key(
+        None, "rounds in which the tree grows: members branch, or nodes are expanded", ge=1
+    )
     above: float | None = key(
         None,
         "branch only where the token's value exceeds this, in nats for entropy and surprise, in"

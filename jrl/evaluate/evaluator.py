@@ -15,10 +15,10 @@ from jrl.config import Config
 from jrl.config.stored import is_run
 from jrl.errors import UserError
 from jrl.evaluate.samples import samples_of
-from jrl.evaluate.statistics import evaluation_metrics
+from jrl.evaluate.statistics import CALIBRATION, evaluation_metrics
 from jrl.rewards.pool import RewardPool
 from jrl.setup.adapters import restore_policy
-from jrl.setup.reward_parts import reward_pool
+from jrl.setup.reward_parts import function_of, reward_pool, reward_tables
 from jrl.setup.run import Run, question_prompts
 from jrl.train import build, programs
 from jrl.train.batches import run_source
@@ -31,7 +31,7 @@ class Evaluation(NamedTuple):
 
     Attributes:
       metrics: accuracy, accuracy_low, accuracy_high (95 %), pass@k, majority, all_variants,
-        length, problems.
+        length, problems; with a reward part "confidence" those of ``statistics.calibration``.
       samples: records as ``RunWriter.write_samples`` takes them.
     """
 
@@ -55,7 +55,15 @@ def evaluation_names(run: Run) -> set[str] | None:
     names = evaluation_metrics(
         one == 1, one, pass_k=table.pass_k, answers=answers, variants_of=variants
     ).keys()
-    return {*names, *run.kind.eval_metrics}
+    stated = CALIBRATION if _confidence_part(run) else ()
+    return {*names, *stated, *run.kind.eval_metrics}
+
+
+def _confidence_part(run: Run) -> str | None:
+    """The reward part that reads a stated confidence, if any."""
+    tables = reward_tables(run.config)
+    named = (name for name, table in tables.items() if function_of(name, table) == "confidence")
+    return next(named, None)
 
 
 def episode_metrics(groups: Groups) -> dict[str, float]:
@@ -115,12 +123,16 @@ class Evaluator:
         if answers is not None:
             answers = np.array(answers, object).reshape(correct.shape).tolist()
         column = self.run.config.eval.variants_of
+        part, stated = _confidence_part(self.run), None
+        if part is not None and part in names:
+            stated = np.asarray(groups.rewards)[:, :, list(names).index(part)]
         metrics = evaluation_metrics(
             correct,
             np.asarray(groups.rollout.mask).sum(-1),
             pass_k=self.run.config.eval.pass_k,
             answers=answers,
             variants_of=[p.meta.get(column) for p in groups.subject] if column else None,
+            confidence=stated,
         )
         if "turn" in groups.ids:
             metrics |= episode_metrics(groups)

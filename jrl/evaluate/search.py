@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from jrl.collect.members import demonstration_rollout
+from jrl.collect.sources import subjects_at
 from jrl.config import Config
 from jrl.config.judge import POLICY
 from jrl.data.prompts import pad_prompts
@@ -31,12 +32,15 @@ from jrl.episodes.tree_rows import TreeRows, rows_of_tree
 from jrl.errors import UserError
 from jrl.evaluate.evaluator import load_policy, right_part
 from jrl.evaluate.searcher import search_once, searched_run
-from jrl.evaluate.statistics import wilson
-from jrl.evaluate.verifiers import LIKELIHOOD, verifier_of
+from jrl.evaluate.statistics import verdict_quality, wilson
+from jrl.evaluate.verifiers import JUDGE, LIKELIHOOD, verifier_of
 from jrl.setup.reward_parts import judge_of, reward_pool
 from jrl.setup.run import Run
 from jrl.train.batches import undrawn_source
 from jrl.types import Array, Prompt
+
+_ACCEPTED = 0.5
+"""Least points of a judge, which gives 0 to 1, for an answer that it accepts."""
 
 
 def search_run(
@@ -72,8 +76,9 @@ def search_run(
     Returns:
       ``step``, accuracy with its 95 % interval, and of each problem on average: "expansions" of
       nodes, "steps" (in episodes "turns", and "env_errors"), "drawn_tokens", and "read_tokens" of
-      prompts and answers, as often as they were computed. With ``out`` also the numbers of rows,
-      "siblings" and "paths".
+      prompts and answers, as often as they were computed. By a judge also "judge_precision" and
+      "judge_recall" of its verdicts on all complete paths, of which those of at least 0.5 points
+      are accepted. With ``out`` also the numbers of rows, "siblings" and "paths".
 
     Raises:
       UserError: an environment on the device, nothing to evaluate on, a search that does not fit,
@@ -85,6 +90,7 @@ def search_run(
     run = searched_run(config, width, "" if folder is None else f"rows {name}")
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
+        # Rows are trained on, so they are made of the training problems.
         split = "eval" if folder is None else "train"
         problems, prompts = problems_of(run, key, split)
         params, scorer = verifier(run, params, checkpoint)
@@ -92,6 +98,7 @@ def search_run(
         searched = search_once(*how, step_tokens=step_tokens, split=split)
         right = right_answers(run, problems, prompts, searched)
         rows = None if folder is None else _rows(run, problems, prompts, searched)
+        verdicts = _verdicts(run, problems, prompts, searched) if by == JUDGE else {}
     low, high = wilson(float(right.sum()), len(right))
     return {
         "step": step,
@@ -99,6 +106,7 @@ def search_run(
         "accuracy_low": low,
         "accuracy_high": high,
         "problems": float(len(right)),
+        **verdicts,
         **_costs(run, searched),
         **({} if folder is None or rows is None else _written(folder, rows)),
     }
@@ -117,10 +125,7 @@ def _costs(run: Run, searched: Searched) -> dict[str, float]:
 
 def right_answers(run: Run, problems: Any, prompts: list[Prompt], searched: Searched) -> np.ndarray:
     """[N] bool, whether the path that each search takes in the end is right."""
-    if run.kind.plays:  # where the environment verifies, any path counts, and a tree may be empty
-        return np.array(searched.successes())
-    ends = [(i, best_node(tree)) for i, tree in enumerate(searched.trees)]
-    return _right(run, problems, prompts, searched, ends)
+    return _right(run, problems, prompts, searched, None)
 
 
 def _right(
@@ -128,7 +133,7 @@ def _right(
     problems: Any,
     prompts: list[Prompt],
     searched: Searched,
-    ends: Sequence[tuple[int, int]],
+    ends: Sequence[tuple[int, int]] | None,
 ) -> np.ndarray:
     """[M] bool, whether paths are right: as an environment ended them, or as they are judged.
 
@@ -137,17 +142,24 @@ def _right(
       problems: as ``problems_of`` gives them.
       prompts: N.
       searched: their trees.
-      ends: M pairs (tree, node) of the nodes that the paths end with.
+      ends: M pairs (tree, node) of the nodes that the paths end with; None for the path that each
+        search takes in the end.
     """
     if run.kind.plays:
+        if ends is None:
+            # An environment has verified every path, so any of them counts; a tree is empty where
+            # none has opened.
+            return np.array(searched.successes())
         return np.array([episode_at(searched.trees[i], node).success for i, node in ends])
+    if ends is None:
+        ends = [(i, best_node(tree)) for i, tree in enumerate(searched.trees)]
     paths = [ids_of(searched.trees[i], node) for i, node in ends]
     return points_of(run, problems, prompts, np.array([i for i, _ in ends]), paths) >= 1
 
 
 def _folder(out: str) -> pathlib.Path:
     """The directory, made where it is missing."""
-    folder = pathlib.Path(out)
+    folder = pathlib.Path(out).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -191,17 +203,14 @@ def points_of(
     for row, path in zip(tokens, paths, strict=True):
         row[: len(path)] = path
     prompts_of_paths = [prompts[i] for i in whose]
-    about = (
-        prompts_of_paths
-        if isinstance(problems, list)
-        else jax.tree.map(lambda x: x[whose], problems)
-    )
     ended = np.ones(len(paths), bool) if complete is None else complete
     rollout = demonstration_rollout(
         *pad_prompts(prompts_of_paths, run.width), tokens, lengths, ended, 1
     )
     with reward_pool(run.config) as pool:
-        judged = undrawn_source(run, pool, "eval").judge(about, prompts_of_paths, rollout)
+        judged = undrawn_source(run, pool, "eval").judge(
+            subjects_at(problems, whose), prompts_of_paths, rollout
+        )
     names = run.kind.eval_weights(run.rewards.weights)
     right = [*names][right_part(run, names)]
     if run.rewards.givers.get(right) == "judge" and judge_of(run.config, right).model == POLICY:
@@ -217,12 +226,7 @@ def points_of(
 
 def _rows(run: Run, problems: Any, prompts: list[Prompt], searched: Searched) -> list[TreeRows]:
     """The rows of all trees, every path that ended being right or not."""
-    leaves = [
-        (i, leaf)
-        for i, tree in enumerate(searched.trees)
-        for leaf in tree.leaves()
-        if not (ending := episode_at(tree, leaf).ending) or not ending.reason
-    ]
+    leaves = _complete_paths(searched)
     if not leaves:
         return []
     right = _right(run, problems, prompts, searched, leaves)
@@ -233,6 +237,29 @@ def _rows(run: Run, problems: Any, prompts: list[Prompt], searched: Searched) ->
         rows_of_tree(tree, root.opening.tolist(), judged)
         for tree, root, judged in zip(searched.trees, searched.roots, points, strict=True)
     ]
+
+
+def _complete_paths(searched: Searched) -> list[tuple[int, int]]:
+    """(tree, node) of the last nodes of all paths that ended without a fault."""
+    return [
+        (i, leaf)
+        for i, tree in enumerate(searched.trees)
+        for leaf in tree.leaves()
+        if not (ending := episode_at(tree, leaf).ending) or not ending.reason
+    ]
+
+
+def _verdicts(
+    run: Run, problems: Any, prompts: list[Prompt], searched: Searched
+) -> dict[str, float]:
+    """Precision and recall of a search's judge on the complete paths that it has judged."""
+    nodes = [(i, searched.trees[i].nodes[leaf], leaf) for i, leaf in _complete_paths(searched)]
+    leaves = [(i, leaf) for i, node, leaf in nodes if node.visits]
+    if not leaves:
+        return {}
+    accepted = np.array([node.value >= _ACCEPTED for _, node, _ in nodes if node.visits])
+    right = np.asarray(_right(run, problems, prompts, searched, leaves), bool)
+    return verdict_quality(accepted, right)
 
 
 def ids_of(tree: Tree, node: int) -> np.ndarray:

@@ -95,6 +95,7 @@ def evaluation_metrics(
     pass_k: Sequence[int],
     answers: Sequence[Sequence[str | None]] | None = None,
     variants_of: Sequence[object] | None = None,
+    confidence: np.ndarray | None = None,
 ) -> dict[str, float]:
     """The numbers of an evaluation.
 
@@ -104,6 +105,7 @@ def evaluation_metrics(
       pass_k: each k reported.
       answers: for the majority vote; left out without them or with one completion a problem.
       variants_of: [M] of what each problem is a variant; None leaves ``all_variants`` out.
+      confidence: [M, n] in [0, 1], stated with the answers; None leaves ``calibration`` out.
 
     Returns:
       Fractions by name, and ``length`` in tokens.
@@ -122,16 +124,64 @@ def evaluation_metrics(
         metrics["majority"] = majority_vote(answers, correct)
     if variants_of is not None:
         metrics["all_variants"] = all_variants(correct, variants_of)
+    if confidence is not None:
+        metrics |= calibration(confidence.ravel(), correct.ravel())
     return metrics
+
+
+CALIBRATION = ("ece", "brier", "auroc")
+"""Names that ``calibration`` gives."""
+
+
+def calibration(confidence: np.ndarray, correct: np.ndarray, bins: int = 10) -> dict[str, float]:
+    """How well stated confidences tell right answers from wrong ones.
+
+    Args:
+      confidence: [n] in [0, 1].
+      correct: [n] bool.
+      bins: of equal width.
+
+    Returns:
+      "ece", the mean over bins of |mean confidence - accuracy|, weighted by answers; "brier", the
+      mean squared difference; "auroc", the chance that a right answer states more than a wrong one,
+      ties half, which is left out where all are right or all wrong.
+
+    >>> calibration(np.array([0.9, 0.9, 0.2, 0.2]), np.array([1, 1, 0, 1]) == 1)["ece"]
+    0.2
+    """
+    at = np.minimum((confidence * bins).astype(int), bins - 1)
+    gaps = [confidence[at == b].mean() - correct[at == b].mean() for b in range(bins) if b in at]
+    shares = [(at == b).mean() for b in range(bins) if b in at]
+    metrics = {
+        "ece": float(np.abs(gaps) @ np.array(shares)),
+        "brier": float(np.square(confidence - correct).mean()),
+    }
+    differences = confidence[correct][:, None] - confidence[~correct][None]
+    if differences.size:
+        metrics["auroc"] = float((np.sign(differences) + 1).mean() / 2)
+    return metrics
+
+
+def verdict_quality(accepted: np.ndarray, right: np.ndarray) -> dict[str, float]:
+    """Precision and recall of a judge's verdicts [n] bool on answers that are right or not.
+
+    Without an accepted answer there is no precision, without a right one no recall.
+
+    >>> verdict_quality(np.array([1, 1, 0]) == 1, np.array([1, 0, 1]) == 1)
+    {'judge_precision': 0.5, 'judge_recall': 0.5}
+    """
+    of = {"judge_precision": accepted, "judge_recall": right}
+    both = (accepted & right).sum()
+    return {name: float(both / mask.sum()) for name, mask in of.items() if mask.any()}
 
 
 def all_variants(correct: np.ndarray, variants_of: Sequence[object]) -> float:
     """The fraction of originals all of whose variants are right, the mean over the completions.
 
     The outcome score of "DeepTheorem: Advancing LLM Reasoning for Theorem Proving Through Natural
-    Language and Reinforcement Learning": a theorem counts where the verdicts on it and on its
-    contradictions, which its rows share by ``eval.variants_of``, are all right. Its reward is 1 for
-    the right verdict, "proved" or "disproved": ``exact`` on a boxed answer.
+    Language and Reinforcement Learning" (arXiv:2505.23754): a theorem counts where the verdicts on
+    it and on its contradictions, which its rows share by ``eval.variants_of``, are all right. Its
+    reward is 1 for the right verdict, "proved" or "disproved": ``exact`` on a boxed answer.
 
     Args:
       correct: [M, n] bool; the j-th completions of all problems are judged together.

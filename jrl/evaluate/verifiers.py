@@ -37,7 +37,8 @@ Verifier = Callable[[Run, Params, int | None], tuple[Params, Scorer]]
 """(run, its parameters, checkpoint) -> parameters to sample with, and what judges paths."""
 LIKELIHOOD = "likelihood"
 """Default score of a path."""
-BY = (LIKELIHOOD, "model", "value", "ratio", "judge")
+JUDGE = "judge"
+BY = (LIKELIHOOD, "model", "value", "ratio", JUDGE)
 """Scores that can rank paths."""
 
 
@@ -51,7 +52,7 @@ def verifier_of(config: Config, by: str, reduce: str) -> Verifier:
         raise unknown_choice("--by", by, BY)
     if reduce not in REDUCED:
         raise unknown_choice("--reduce", reduce, REDUCED)
-    if by in (LIKELIHOOD, "ratio", "judge") and reduce != "last":
+    if by in (LIKELIHOOD, "ratio", JUDGE) and reduce != "last":
         raise UserError(f"--reduce {reduce} is not read with --by {by}; leave it out")
     if by == LIKELIHOOD:
         return lambda run, params, checkpoint: (params, by_likelihood)
@@ -60,7 +61,7 @@ def verifier_of(config: Config, by: str, reduce: str) -> Verifier:
             "--by model: rewards.model is missing; set rewards.model.path to the run of a reward"
             " model, such as one of configs/reward_model.toml"
         )
-    if by == "judge":
+    if by == JUDGE:
         _check_judge(config)
     trained = method_of(config, kind_of(config).new_tokens)
     if by == "value" and (not trained.value or trains_reward(config)):
@@ -75,7 +76,7 @@ def verifier_of(config: Config, by: str, reduce: str) -> Verifier:
             _, first = programs.new_policy(run)
             ratios = _log_ratios(run, params, first)
             return first, partial(_by_ratio, ratios, *sizes)
-        if by == "judge":
+        if by == JUDGE:
             return params, partial(_by_judge, run, _judge_of(run), params, sizes)
         model = next(iter(run.rewards.models.values()), None)
         if by == "value":

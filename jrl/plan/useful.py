@@ -93,7 +93,8 @@ def decoding(run: Run, mesh: Mesh) -> Decoding:
     columns = sizes.new if on_gpu else -(-sizes.new // _TILE) * _TILE
 
     def read(block: int) -> float:
-        return float(np.ceil(np.arange(1, sizes.new + 1) / block).mean() * block / columns)
+        share = np.ceil(np.arange(1, sizes.new + 1) / block).mean() * block / columns
+        return float(min(share, 1.0))  # of a block beyond the last column a GPU reads nothing
 
     short = "weights" in config.sampling.in_8_bits
     size = sampler_bytes(model, mesh.shape, gathered=gathered, in_8_bits=short)

@@ -43,8 +43,8 @@ class TaskKind(Kind):
     def features(self) -> dict[str, str]:
         """A task, and reward functions of one's own beside those of the task."""
         parts = parts_of(self.config).given_by("function") if self.config.rewards else ()
-        own = {"own reward of a task": f"rewards.{parts[0]}"} if parts else {}
-        return {"task": self.named} | own
+        reward_part = {"own reward of a task": f"rewards.{parts[0]}"} if parts else {}
+        return {"task": self.named} | reward_part
 
     def draws(self, method: Method) -> bool:
         """Always: a program makes the problems, with the solutions that a method reads."""

@@ -441,7 +441,10 @@ def method_features(method: Method, named: str = "the method") -> Features:
                 f"{named}, which trains states that its values are read from,",
             ),
             "attention": (attention, f"{named}, which reads attention,"),
-            "questions": ("questions" in method.needs, f"{named}, which asks about completions,"),
+            "questions": (
+                "questions" in method.needs.reads,
+                f"{named}, which asks about completions,",
+            ),
             "dropped groups": (
                 method.plan.next is not None or (method.edits and not replays),
                 f"{named}, which keeps some groups and drops others,",
@@ -451,7 +454,7 @@ def method_features(method: Method, named: str = "the method") -> Features:
             "adaptive curriculum": (adapts, f"{named}, whose choice of problems adapts,"),
             "further draws": (method.plan.next is not None, f"{named}, which draws again,"),
             "replay": (replays, f"{named}, which keeps completions by prompt,"),
-            "rationales": ("rationales" in method.needs, f"{named}, which reads rationales,"),
+            "rationales": ("rationales" in method.needs.reads, f"{named}, which reads rationales,"),
             "expert": (expert, f"{named}, whose completions another policy draws,"),
             "rounds": (between, f"{named}, which chooses problems anew in rounds,"),
             "tests between rounds": ("draw" in uses, f"{named}, which tests problems in rounds,"),

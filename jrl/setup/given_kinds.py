@@ -111,9 +111,9 @@ class PairKind(GivenKind):
             if spec is not None:
                 rows = opened(spec, key=f"data.{split}")
                 judged[split], counts[split] = build_judged(
-                    rows_for(method.needs, rows),
+                    rows_for(method.needs.reads, rows),
                     Wording(tokenizer, **data.wording),
-                    rationales="rationales" in method.needs and split == "pairs",
+                    rationales="rationales" in method.needs.reads and split == "pairs",
                     max_prompt_tokens=self.longest_prompt,
                     max_completion_tokens=self.new_tokens,
                     overlong=data.overlong,

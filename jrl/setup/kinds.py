@@ -56,7 +56,7 @@ class TextKind(Kind):
     def labels(self, method: Method) -> Labels:
         """Numbers for final answers, reward parts without an opinion, and lines."""
         ids = {"answer": 2, SILENT: 2} if method.draw.samples else {}
-        by_line = "lines" in method.needs or parts_by_step(self.config)
+        by_line = "lines" in method.needs.reads or parts_by_step(self.config)
         ids |= {"step": 3} if by_line else {}
         return in_trees(method, Labels(ids, super().labels(method).stats))
 

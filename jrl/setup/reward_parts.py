@@ -150,19 +150,22 @@ def _giver(config: Config, name: str) -> Giver:
     if (scorer := _SCORERS.get(function)) is not None:
         _check_scorer(name, config, scorer)
         return scorer
-    has_function = data.own_rewards and (":" in function or function in FUNCTION_NAMES)
-    if data.reward_names and function not in data.reward_names and not has_function:
+    known = ":" in function or function in FUNCTION_NAMES
+    if (giver := data.giver(name, function, known=known)) is None:
         error = unknown_choice("rewards", function, data.reward_names)
         raise UserError(f"{error}, {FORMS}") if data.own_rewards else error
+    if name in data.reward_names and function != name:
+        raise UserError(
+            f"rewards.{name}: {data.kind} gives {name!r} itself; name the part of function ="
+            f" {function!r} otherwise"
+        )
     if name in data.reward_names and (options := table.options):
         option, value = next(iter(options.items()))
         raise UserError(
             f"rewards.{name}.{option} = {value!r}: there is no such option;"
             f" {nearest(option, RewardTable.model_fields)}"
         )
-    if data.judged_on_host and not data.reward_names:
-        return "function"
-    return "function" if has_function and name not in data.reward_names else "data"
+    return giver
 
 
 def _check_keys(name: str, table: RewardTable) -> None:

@@ -19,7 +19,7 @@ from jrl.setup.kinds import kind_of
 
 def is_reward_run(path: str) -> bool:
     """Whether a path is a run directory, or nothing at all; else it is a checkpoint."""
-    has_config = (Path(path) / "config.json").exists()
+    has_config = (Path(path).expanduser() / "config.json").exists()
     return is_run(path) or (not has_config and hub_name(path) is None)
 
 

@@ -31,6 +31,7 @@ from jrl.collect.sources_text import TextSampler, TextSource
 from jrl.collect.tree_search import TreeSearch, search_source, undrawn_text
 from jrl.episodes.search import Searcher
 from jrl.episodes.transcript import RowShape
+from jrl.errors import UserError
 from jrl.mesh import replicated
 from jrl.methods.curriculum import Curriculum, Table
 from jrl.models.tokenizer import line_ends
@@ -73,13 +74,33 @@ def table_of(run: Run, curriculum: Curriculum) -> Table:
 
 
 def number_columns(prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """The columns in which every row has a finite number, [rows] float32 by name."""
+    """The columns in which every row has a finite number, [rows] float32 by name.
+
+    "stage" is 0 where a row has none, and may be text, as CSV has it.
+
+    Raises:
+      UserError: a stage is no number.
+    """
     names = set(prompts[0].meta) if prompts else set()
     for prompt in prompts:
         names = {name for name in names if _is_number(prompt.meta.get(name))}
         if not names:
             break
-    return {n: jnp.asarray([float(p.meta[n]) for p in prompts], jnp.float32) for n in sorted(names)}
+    columns = {n: [float(p.meta[n]) for p in prompts] for n in sorted(names)}
+    if any("stage" in prompt.meta for prompt in prompts):
+        columns["stage"] = [_stage(prompt) for prompt in prompts]
+    return {name: jnp.asarray(values, jnp.float32) for name, values in columns.items()}
+
+
+def _stage(prompt: Prompt) -> float:
+    value = prompt.meta.get("stage")
+    try:
+        stage = 0.0 if value is None or value == "" else float(value)
+    except (TypeError, ValueError):
+        stage = math.nan
+    if not math.isfinite(stage):
+        raise UserError(f"data.train, row {prompt.id + 1}: stage = {value!r:.40}; write a number")
+    return stage
 
 
 def _is_number(value: Any) -> bool:

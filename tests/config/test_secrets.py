@@ -192,6 +192,13 @@ SECRETS = {
     "small letters": "token abcd1234abcd",
     "a bot": "123456789:AAabcd1234abcd1234abcd1234abcd1234x",
     "a sandbox": "e2b_abcd1234abcd1234",
+    "a short word": "Server=x;User=u;Pass=abcd1234;",
+    "a short flag": ["s", "--pass", "abcd1234"],
+    "a short option": ["s", "--pass=abcd1234"],
+    "gh_pat": "abcd1234",
+    "a header in quotes": "serve -H 'X-Api-Key: abcd1234'",
+    "a crawler": "fc-0123456789abcdef0123456789abc123"[:31] + "1234",
+    "a refresh token": "1//0abcdefghijklmnop1234",
 }
 HARMLESS = {
     "eos_token": "</s>",
@@ -225,6 +232,10 @@ HARMLESS = {
     "certificate": "-----BEGIN CERTIFICATE-----",
     "turns": '{"role": "user", "content": "hi"}',
     "place": "gs://bucket/path@generation",
+    "system_prompt": "Write key=value pairs.",
+    "form": "Answer with token=word",
+    "layers": "fc-layers-1024",
+    "stage": ["run", "--pass", "2"],
 }
 
 

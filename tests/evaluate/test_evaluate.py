@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from jrl.errors import UserError
-from jrl.evaluate.statistics import evaluation_metrics, majority_vote, pass_at_k, wilson
+from jrl.evaluate.statistics import (
+    calibration,
+    evaluation_metrics,
+    majority_vote,
+    pass_at_k,
+    wilson,
+)
 
 CORRECT = np.array(
     [
@@ -98,5 +104,17 @@ def test_summarise():
     of = ["theorem", "theorem", None, "other"]  # right at once: 1 of 3, all three, 2 of 3
     variants = evaluation_metrics(correct, lengths[:, :3], pass_k=(1,), variants_of=of)
     assert variants["all_variants"] == pytest.approx((1 / 3 + 1 + 2 / 3) / 3)
+    sure = np.where(CORRECT, 0.95, 0.15)
+    out = evaluation_metrics(CORRECT, lengths, pass_k=(1,), confidence=sure)
+    assert out["auroc"] == 1.0
     single = evaluation_metrics(CORRECT[:, :1], lengths[:, :1], pass_k=(1,), answers=answers)
     assert "majority" not in single
+
+
+def test_calibration_by_hand():
+    stated, right = np.array([0.95, 0.95, 0.15, 0.15]), np.array([1, 0, 0, 0]) == 1
+    out = calibration(stated, right)
+    assert out["ece"] == pytest.approx(0.5 * 0.45 + 0.5 * 0.15)
+    assert out["brier"] == pytest.approx((0.05**2 + 0.95**2 + 2 * 0.15**2) / 4)
+    assert out["auroc"] == pytest.approx((0.5 + 1 + 1) / 3)
+    assert "auroc" not in calibration(stated, right | True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import jax
 import numpy as np
@@ -34,6 +35,27 @@ from jrl.train.utilisation import PEAKS
 CONFIGS = Path(__file__).parents[2] / "configs"
 GPUS = {name: chip for name, chip in CHIPS.items() if chip.platform == "gpu"}
 SHIPPED = sorted(CONFIGS.glob("gpu_*.toml"))
+
+
+def test_what_compiles_programs_for_the_tests_uses_names_that_exist():
+    """Tests of compiled programs run where the plugin is installed alone."""
+    tree = ast.parse((CONFIGS.parent / "tests" / "tpu_programs.py").read_text())
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        modules = {}
+        for node in ast.walk(function):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("jrl"):
+                module = importlib.import_module(node.module)
+                for alias in node.names:
+                    named = f"{node.module}.{alias.name}"
+                    if not hasattr(module, alias.name):
+                        module_named = importlib.import_module(named)
+                        modules[alias.asname or alias.name] = module_named
+                    elif isinstance(getattr(module, alias.name), ModuleType):
+                        modules[alias.asname or alias.name] = getattr(module, alias.name)
+        for node in ast.walk(function):
+            named = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+            if named and (module := modules.get(node.value.id)) is not None:
+                assert hasattr(module, node.attr), f"{module.__name__}.{node.attr}"
 
 
 # ---------------------------------------------------------------- names and figures

@@ -347,6 +347,19 @@ def test_a_copy_for_the_sampler_that_does_not_fit_is_refused_before_anything_com
     programs.check_resharding(lower.abstract_run(config, mesh))
 
 
+def test_a_state_that_does_not_fit_is_refused_before_anything_compiles(monkeypatch):
+    """8B in float32 with AdamW: weights and two moments of 4 bytes each."""
+    monkeypatch.setattr(programs, "device_memory", lambda mesh: 73 * plan_memory.GIB)
+    mesh = make_mesh({}, jax.devices()[:1])
+    overrides = ["mesh={fsdp=1}", "model.param_dtype=float32"]
+    config = load_config(CONFIGS / "pod_8b_v6e.toml", overrides)
+    with pytest.raises(UserError, match=r"would hold 91\.5 GiB of weights") as caught:
+        programs.check_state(lower.abstract_run(config, mesh))
+    assert "18.5 GiB more than its 73 GiB; set lora.rank = 16, optimizer.name" in str(caught.value)
+    config = load_config(CONFIGS / "pod_8b_v6e.toml", [*overrides, "lora.rank=16"])
+    programs.check_state(lower.abstract_run(config, mesh))
+
+
 def test_a_deep_program_is_extrapolated_from_few_layers(monkeypatch):
     """Of a program with unrolled layers; a training step of like layers is compiled complete."""
     gib, compiled = plan_memory.GIB, []

@@ -95,6 +95,15 @@ def test_keys_are_of_the_program_and_have_values_that_can_be_set():
     ]
     for program in out_of_memory.FUNCTIONS:
         assert len(remedies(program, run_of())) == 3
+        adapted = run_of(lora={"rank": 4}, optimizer={"name": "adafactor"})
+        assert len(remedies(program, adapted)) == 3
+    assert remedies("initial state", run_of()) == [
+        "lora.rank = 16",
+        'optimizer.name = "adafactor"',
+        'model.param_dtype = "bfloat16"',
+    ]
+    short = run_of(sampling={"group": 4, "max_new_tokens": 32, "int8": ["weights"]})
+    assert "sampling.int8 = ['cache', 'weights']" in remedies("sampler", short)
 
 
 def test_other_errors_pass_as_they_are():
