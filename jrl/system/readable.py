@@ -83,7 +83,8 @@ def as_text(value: Any, depth: int = 0) -> str:
 def _record(record: Any, depth: int) -> str:
     fields = [*_fields(record)]
     made_of = {name: value for name, value, _ in fields}.get("parts")
-    if made_of is not None and hasattr(made_of, "_asdict"):  # a surrogate that says which parts it was made of
+    # A surrogate says by a record which parts it was made of.
+    if made_of is not None and hasattr(made_of, "_asdict"):
         parts = made_of._asdict().items()
         texts = [f"{name}={as_text(x, depth + 1)}" for name, x in parts if x is not None]
         return f"{type(made_of).__name__}({', '.join(texts)})"
