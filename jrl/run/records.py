@@ -205,7 +205,19 @@ class RunRecords:
         self._check_asked()
         self._done = int(state.step)
         self._writer.truncate_after(self._done, unwritten)
+        self._make_up_evaluation(state)
         return state, notes
+
+    def _make_up_evaluation(self, state: TrainState) -> None:
+        """Makes the evaluation of the step that is resumed from, where it was not made.
+
+        A signal cut it off, or the step was the last one of a run that is longer now.
+        """
+        step = int(state.step)
+        if self._due(self.config.eval.every, step) and self._writer.lacks_evaluation(step):
+            metrics = self._evaluated(state)
+            self._note_best({"step": step, **metrics})
+            self._writer.add_to_record(step, metrics)
 
     def begin(self, state: TrainState) -> None:
         """Notes the base of adapters and the evaluation before the first step.

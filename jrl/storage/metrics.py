@@ -290,6 +290,32 @@ class RunWriter:
                 metrics = {f"eval/{name}": x for name, x in after.items()}
         return {"step": step, **first_says(metrics)}
 
+    def lacks_evaluation(self, step: int) -> bool:
+        """Whether the record of a step, which there is, holds no metric of an evaluation."""
+        records = read_jsonl(self.dir / "metrics.jsonl") if self._active else []
+        of_step = [record for record in records if record.get("step") == step]
+        evaluated = any(name.startswith("eval/") for record in of_step for name in record)
+        return bool(first_says(bool(of_step) and not evaluated))
+
+    def add_to_record(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Adds metrics to the record of a step, in the file alone.
+
+        Raises:
+          StorageError: the file cannot be written.
+        """
+        if not self._active or not metrics:
+            return
+        records = read_jsonl(self.dir / "metrics.jsonl")
+        more = plain(dict(metrics))
+        try:
+            self._rewrite(
+                "metrics.jsonl", [r | more if r.get("step") == step else r for r in records]
+            )
+        except OSError as error:
+            raise StorageError(
+                f"{self.dir}: the logs cannot be written ({error.strerror}); free disk space"
+            ) from error
+
     def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Logs one step's metrics.
 

@@ -269,6 +269,20 @@ def test_an_evaluation_that_raises_costs_no_step(tmp_path, monkeypatch):
     monkeypatch.setattr(running, "write_report", lambda directory: directory)
     assert go(run, *more)["steps"] == 3
     assert steps_logged(run) == [1, 2, 3]
+    assert "eval/accuracy" in read_jsonl(run / "metrics.jsonl")[2]  # made up for
+
+
+def test_the_evaluation_of_what_was_the_last_step_is_made_where_a_run_goes_on(tmp_path):
+    run, more = tmp_path / "run", ("checkpoint.every=0", "eval.every=2")
+    go(run, *more, "train.steps=2")
+    go(run, *more, "train.steps=3")
+    go(tmp_path / "whole", *more, "train.steps=3")
+    evaluated = [
+        [{n: x for n, x in r.items() if n.startswith("eval/")} for r in read_jsonl(file)[1:]]
+        for file in (run / "metrics.jsonl", tmp_path / "whole" / "metrics.jsonl")
+    ]
+    assert evaluated[0] == evaluated[1]
+    assert evaluated[0][1]
 
 
 # ---------------------------------------------------------------- signals at the end
