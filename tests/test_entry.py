@@ -316,6 +316,17 @@ def test_a_file_and_a_configuration_say_what_they_set_and_no_more(monkeypatch, t
     assert tree["reward_pool"] == {"workers": 0}
 
 
+def test_rewards_may_be_a_list_as_trl_has_it():
+    def short(samples):
+        return [0.0 for _ in samples]
+
+    tree, values = {}, {}
+    entry._set_rewards(tree, [short, "exact"], values)
+    assert [name.rpartition(":")[2] for name in tree["rewards"]] == ["short", "exact"]
+    with pytest.raises(UserError, match="two rewards are called 'short'; give them as a dict"):
+        entry._set_rewards({}, [short, short], {})
+
+
 @pytest.mark.parametrize("as_file", [True, False])
 def test_a_file_of_steps_goes_with_a_task(as_file, monkeypatch, tmp_path):
     (tmp_path / "steps.toml").write_text("rewards = 'verify'\n[train]\nsteps = 3\n")

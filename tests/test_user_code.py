@@ -94,6 +94,17 @@ BROKEN = {
 }
 
 
+def test_a_file_that_was_edited_is_read_again_by_the_next_run_alone(tmp_path):
+    """A run keeps what it began with; a notebook's next one has what was edited."""
+    path = tmp_path / "edited.py"
+    path.write_text("def f():\n    return 1\n")
+    assert load(f"{path}:f", "x")() == 1
+    path.write_text("def f():\n    return 2 + 0\n")
+    assert load(f"{path}:f", "x")() == 1
+    user_code.forget_changed_files()
+    assert load(f"{path}:f", "x")() == 2
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_cannot_be_loaded_is_said_in_one_line(name, mine, monkeypatch):
     spec, *parts = BROKEN[name]

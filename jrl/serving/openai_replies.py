@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.request import TokenLogprobs, Update
@@ -159,15 +159,20 @@ class ReplyChoice:
         starts = [0, *self._ends]
         top = None
         if self._request.top_logprobs:
-            # Of two tokens with one text the likelier counts, which comes first.
-            of_token = [reversed(self._reports[i].top) for i in tokens]
-            top = [{self._piece(t): _finite(x) for t, x in each} for each in of_token]
+            top = [self._alternatives(self._reports[i].top) for i in tokens]
         return {
             "tokens": [self._piece(self._tokens[i]) for i in tokens],
             "token_logprobs": [_finite(self._reports[i].logprob) for i in tokens],
             "top_logprobs": top,
             "text_offset": [starts[i] for i in tokens],
         }
+
+    def _alternatives(self, top: Iterable[tuple[int, float]]) -> Json:
+        """Log-probabilities by text; of two tokens with one text the first, which is likelier."""
+        by_text: Json = {}
+        for token, logprob in top:
+            by_text.setdefault(self._piece(token), _finite(logprob))
+        return by_text
 
     def _piece(self, token: int) -> str:
         # Decoders may drop the space at the beginning of a text, so a token stands before it.

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jrl.episodes import process as module
-from jrl.episodes.calls import Calls
+from jrl.episodes.calls import Calls, run_either
 from jrl.episodes.host import Limits, Reply
 from jrl.episodes.process import process_env
 from jrl.errors import UserError
@@ -198,6 +198,29 @@ def test_what_cannot_start_is_told(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux to end children")
+def test_a_file_imports_what_lies_beside_it_and_its_keys_are_in_no_command(tmp_path):
+    (tmp_path / "neighbour.py").write_text("GREETING = 'hello'\n")
+    file = tmp_path / "own.py"
+    file.write_text(
+        f"import neighbour\n{SOURCE}".replace("def make(greeting=", "def make(api_key, greeting=")
+    )
+    env = process_env(f"{file}:make", {"api_key": "k-1234"}, limits=Limits(call_seconds=20))
+    with Calls() as calls:
+        calls.submit(0, env.init, PROMPT, 1, seconds=20)
+        assert calls.inbox.get(timeout=30).value[1][0]["content"] == "hello you"
+        commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes()]
+        assert commands
+        assert not any(b"k-1234" in command for command in commands)
+        calls.run(env.lifecycle.shutdown, 5)
+
+
+def test_a_tool_may_take_an_argument_called_function():
+    async def derivative(function, variable):
+        return f"d{function}/d{variable}"
+
+    assert asyncio.run(run_either(derivative, function="f", variable="x")) == "df/dx"
+
+
 def test_modules_beside_the_worker_do_not_hide_others(tmp_path):
     (tmp_path / "env.py").write_text(
         "import importlib.util, types\n"

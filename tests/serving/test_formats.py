@@ -416,7 +416,8 @@ def harmony_tokenizer(place):
     backend = byte_tokenizer()
     backend.add_special_tokens(marks)
     backend.save(str(place / "tokenizer.json"))
-    about = {"eos_token": "<|return|>", "chat_template": "{{ messages }}"}
+    template = "{{ messages }}{% for tool in tools %} {{ tool.function.name }}{% endfor %}"
+    about = {"eos_token": "<|return|>", "chat_template": template}
     (place / "tokenizer_config.json").write_text(json.dumps(about))
     ends = [backend.token_to_id(mark) for mark in marks[-2:]]
     (place / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))

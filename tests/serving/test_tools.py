@@ -19,7 +19,7 @@ from jrl.serving.api_error import ApiError
 from jrl.serving.http import Service
 from jrl.serving.openai_requests import parse
 from jrl.serving.openai_responses import chat_body
-from jrl.serving.openai_tools import Tools, calls_of, tool_parser
+from jrl.serving.openai_tools import Tools, calls_of, takes_one_call, tool_parser
 from jrl.serving.record import Recorder
 from jrl.serving.server import HttpServer
 from jrl.types import StopReason
@@ -267,6 +267,47 @@ def test_a_developer_is_the_system_where_the_template_knows_none(chat_tokenizer)
         parsed = parse(ask, chat=True, tokenizer=tokenizer, limits=WIDE, model="m")
         text = tokenizer.decode(parsed.requests[0].tokens, skip_special=False)
         assert text == f"{role}:be brief user:{ASK[0]['content']} "
+
+
+def test_what_clients_send_back_is_taken(chat_tokenizer):  # noqa: F811
+    """Fields of LiteLLM and of lm-evaluation-harness, and an empty list of calls."""
+    tokenizer = chat_tokenizer("qwen")
+
+    def prompt_of(message, **more):
+        ask = {"model": "m", "messages": [*ASK, {"role": "assistant"} | message, *ASK], **more}
+        return parse(ask, chat=True, tokenizer=tokenizer, limits=WIDE, model="m").requests[0].tokens
+
+    plain = prompt_of({"content": "Hi"})
+    sent_back = [{"provider_specific_fields": {"refusal": None}}, {"type": "text"}, {"audio": None}]
+    for more in (*sent_back, {"tool_calls": []}, {"annotations": []}):
+        assert prompt_of({"content": "Hi"} | more) == plain
+    assert prompt_of({"content": None, "tool_calls": []}) == prompt_of({"content": ""})
+    stops = [tokenizer.decode([i], skip_special=False) for i in tokenizer.stop_ids]
+    assert prompt_of({"content": "Hi"}, stop=["Question:", *stops]) == plain
+    with pytest.raises(ApiError, match="function_call is not supported"):
+        prompt_of({"content": "Hi", "function_call": {"name": "f", "arguments": "{}"}})
+
+
+def test_a_template_for_one_call_a_turn_gets_one(chat_tokenizer):  # noqa: F811
+    """Else the reply, which clients send back, would end the conversation."""
+    one = (
+        "{% for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}"
+        "{{ raise_exception('only single tool-calls') }}{% endif %}"
+        "[{{ m.tool_calls[0].function.name }}]{% else %}{{ m.content }}{% endif %}{% endfor %}"
+        "{{ tools }}"
+    )
+    assert takes_one_call(chat_tokenizer(one))
+    assert not takes_one_call(chat_tokenizer("qwen"))
+
+
+def test_ids_of_calls_are_those_that_templates_take_and_differ():
+    calls = [{"name": "double", "arguments": {"a": 1}, "id": i} for i in ("1", *["abcdefgh1"] * 2)]
+    tools = Tools((DOUBLE,), PARSERS["mistral"], False, None)
+    _, written = calls_of(f"[TOOL_CALLS]{json.dumps(calls)}", tools)
+    ids = [call["id"] for call in written]
+    assert ids[1] == "abcdefgh1"
+    assert len({*ids}) == 3
+    assert all(len(i) == 9 for i in ids)
 
 
 BAD = [

@@ -50,6 +50,8 @@ def test_a_proof_is_paid():
         f"{STATEMENT} := cheat",
         f"open Evil\n{STATEMENT} := rfl",
         f"{STATEMENT} := by run_tac pure ()",
+        f"theorem w : True := trivial simproc f (True) := fun _ => x\n{STATEMENT} := rfl",
+        f"{STATEMENT} := by exact Lean.Elab.whatever",
     ],
 )
 def test_what_is_no_proof_is_not_paid(proof):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jrl.errors import UserError
 from jrl.methods.curriculum import Outcome, Query, Table
 from jrl.train.batches import number_columns
 from jrl.types import Prompt
@@ -117,3 +118,7 @@ def test_columns_of_numbers_are_those_that_all_rows_have():
     columns = number_columns(rows)
     assert {name: x.tolist() for name, x in columns.items()} == {"stage": [0.0, 2.0]}
     assert number_columns([]) == {}
+    mixed = [prompt(stage="1"), prompt(), prompt(stage=""), prompt(stage=2)]  # of CSV and others
+    assert number_columns(mixed)["stage"].tolist() == [1.0, 0.0, 0.0, 2.0]
+    with pytest.raises(UserError, match="row 1: stage = 'first'; write a number"):
+        number_columns([prompt(stage="first")])
