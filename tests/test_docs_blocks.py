@@ -53,6 +53,7 @@ PYTHON = {  # page -> the test that runs each of its blocks, by the block's firs
         "# pull.py": "test_docs_commands::test_every_command_of_a_block_runs",
         "import jax": "test_readme::test_the_example_trains_with_a_method_from_a_file",
         "# again.py": "test_docs_commands::test_every_command_of_a_block_runs",
+        "# heavy.py": "test_docs_commands::test_every_command_of_a_block_runs",
         "# doubles.py": "test_docs_commands::test_every_command_of_a_block_runs",
         "# mytask.py": "test_docs_commands::test_every_command_of_a_block_runs",
         "# myenv.py": "test_docs_commands::test_every_command_of_a_block_runs",

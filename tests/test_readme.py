@@ -56,7 +56,7 @@ def mine(tmp_path, monkeypatch):
 
 
 def test_the_examples_are_short():
-    assert len(BLOCKS) == 9
+    assert len(BLOCKS) == 10
     assert len(BLOCKS[0].splitlines()) < 30
 
 

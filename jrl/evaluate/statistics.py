@@ -146,7 +146,7 @@ def calibration(confidence: np.ndarray, correct: np.ndarray, bins: int = 10) -> 
       mean squared difference; "auroc", the chance that a right answer states more than a wrong one,
       ties half, which is left out where all are right or all wrong.
 
-    >>> calibration(np.array([0.9, 0.9, 0.2, 0.2]), np.array([1, 1, 0, 1]) == 1)["ece"]
+    >>> round(calibration(np.array([0.9, 0.9, 0.2, 0.2]), np.array([1, 1, 0, 1]) == 1)["ece"], 6)
     0.2
     """
     at = np.minimum((confidence * bins).astype(int), bins - 1)

@@ -351,7 +351,7 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_compiles(monkeypat
     """8B in float32 with AdamW: weights and two moments of 4 bytes each."""
     monkeypatch.setattr(programs, "device_memory", lambda mesh: 73 * plan_memory.GIB)
     mesh = make_mesh({}, jax.devices()[:1])
-    overrides = ["mesh={fsdp=1}", "model.param_dtype=float32"]
+    overrides = ["mesh={fsdp=1}", "model.param_dtype=float32", "sampling.mesh={data=1}"]
     config = load_config(CONFIGS / "pod_8b_v6e.toml", overrides)
     with pytest.raises(UserError, match=r"would hold 91\.5 GiB of weights") as caught:
         programs.check_state(lower.abstract_run(config, mesh))

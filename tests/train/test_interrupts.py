@@ -556,7 +556,7 @@ def test_a_signal_while_a_reward_file_is_imported_ends_the_command(text, tmp_pat
         _, err = child.communicate(timeout=60)
     assert child.returncode == 130
     assert time.monotonic() - signalled_at < 20
-    assert err == f"jrl: stopped; {tmp_path / 'run'} does not exist\n"
+    assert err == "jrl: stopped\n"  # before anybody looked for the run
 
 
 def test_a_reward_that_hangs_beyond_the_limit_saves_and_ends_the_run(text, tmp_path, monkeypatch):
