@@ -220,7 +220,8 @@ class Hinter:
     def _template(self) -> tuple[str, str]:
         """The template's tokens before and after a question; computed with the first hint."""
         if self._around == ("", ""):
-            (probe,) = question_prompts(self._run, [self._MARK])
+            # The mark may be longer than any question.
+            (probe,) = question_prompts(self._run, [self._MARK], self._run.network.max_length)
             before, _, after = probe.text.partition(self._MARK)
             if self._MARK in after:
                 raise UserError(
