@@ -173,7 +173,7 @@ def check_groups(groups: Any, request: DrawRequest, parts: int, source: Any) -> 
                 f" of shape {' or '.join(map(str, shapes))}"
             )
         if x.size and not _INT32.min <= x.min() <= x.max() <= _INT32.max:
-            raise UserError(f"{name}.draw returned ids[{label!r}] beyond int32; number them anew")
+            raise UserError(f"{name}.draw returned ids[{label!r}] beyond int32; number from 0")
         ids[label] = x.astype(np.int32)
     stats = {}
     for label, x in (groups.stats or {}).items():

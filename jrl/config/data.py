@@ -53,19 +53,19 @@ class DataTable(Table):
     """Whether reward functions on the host judge completions."""
 
     def giver(self, part: str, function: str, *, known: bool) -> Literal["data", "function"] | None:
-        """Who gives a reward part its points; None where nobody does.
+        """What gives a reward part its points; None where nothing does.
 
         Args:
           part: its name.
           function: the name of its function.
           known: whether that is one of the user's or of the library's.
         """
-        own = self.own_rewards and known
+        by_function = self.own_rewards and known
         if not self.reward_names:
-            return "function" if own or self.judged_on_host else "data"
-        if function not in self.reward_names and not own:
+            return "function" if by_function or self.judged_on_host else "data"
+        if function not in self.reward_names and not by_function:
             return None
-        return "function" if own and part not in self.reward_names else "data"
+        return "function" if by_function and part not in self.reward_names else "data"
 
     @property
     def name(self) -> str:

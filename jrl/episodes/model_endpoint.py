@@ -99,7 +99,7 @@ def endpoint(
             with _opener().open(request, timeout=timeout) as reply:
                 return json.loads(_body(reply, most_bytes))["choices"][0]["message"]["content"]
         except urllib.error.HTTPError as error:
-            # A server says there what it wants; its status alone helps nobody.
+            # The body has the reason; the status alone does not.
             with contextlib.suppress(OSError, http.client.HTTPException):
                 reply_text = " ".join(error.read(300).decode("utf-8", "replace").split())
                 error.msg = f"{error.msg}: {reply_text}" if reply_text else error.msg

@@ -382,7 +382,7 @@ class RunRecords:
 
         Raises:
           NonFinite: the step's gradient was not finite and the limit on that says stop.
-          StorageError: the run directory is gone, or the save in the background has failed.
+          StorageError: the run directory is gone.
         """
         if jax.process_index() == 0 and (not Path(self.dir).is_dir() or is_replaced(self.dir)):
             self._moved_text = (
@@ -420,14 +420,13 @@ class RunRecords:
     def _check_saving(self) -> list[str]:
         """A warning where the save in the background has failed; this step is saved in its place.
 
-        Raises:
-          StorageError: it has failed with several processes.
+        Of several processes one alone may know it by now, and the next save tells all.
         """
+        if jax.process_count() > 1:
+            return []
         try:
             self.checkpoints.check()
         except StorageError as error:
-            if jax.process_count() > 1:
-                raise
             self._unsaved = True
             return [f"{error}; this step is saved in its place"]
         return []
