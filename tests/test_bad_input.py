@@ -165,7 +165,10 @@ SETTINGS = {
         ["data.max_prompt_tokens=9"],
         "data.max_prompt_tokens = 9 goes with data.train or data.pairs, not with data.task; remove",
     ),
-    "limit of a task": (["sampling.max_new_tokens=9"], "sampling.max_new_tokens = 9 is not read"),
+    "limit of a task": (
+        ["sampling.max_new_tokens=9"],
+        "does not go with sampling.max_new_tokens = 9: it sets",
+    ),
     "option of a task": (["data.dificulty=4"], "data.dificulty = 4", "did you mean 'difficulty'?"),
     "epochs": (["objective.epochs=0"], "epochs = 0", "a whole number of at least 1"),
     "router": (

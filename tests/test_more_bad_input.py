@@ -68,7 +68,7 @@ CONFIGURATIONS = {
     "objective.clip_high=inf": "objective.clip_high = inf; must be finite",
     "model.config.norm_eps=nan": "model.config.norm_eps = nan; must be finite",
     "eval.dtype=float64": "eval.dtype = 'float64'; did you mean 'bfloat16'?",
-    "model.network=own.py:f": "model.network = 'own.py:f' and eval.dtype are both given",
+    "model.network=own.py:f": "model.network = 'own.py:f' does not go with eval.dtype = 'float32'",
     "checkpoint.best=''": "must be a metric's name",
     "checkpoint.best='-'": "must be a metric's name",
     "watch={loss={above=1, below=2}}": "above = 1 is less than below = 2: every value breaks one",

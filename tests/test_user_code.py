@@ -250,9 +250,9 @@ def test_what_a_network_of_ones_own_cannot_have_is_refused(mine):
             build.setup(load_config(None, [*base, *more]))
         return str(caught.value)
 
-    assert "and [lora] are both given" in error_of("lora.rank=2")
-    assert "and sampling.int8 are both given" in error_of("sampling.int8=cache")
-    assert "and sampling.float8 are both given" in error_of("sampling.float8=weights")
+    assert "does not go with [lora]: JRL" in error_of("lora.rank=2")
+    assert "does not go with sampling.int8 = ['cache']" in error_of("sampling.int8=cache")
+    assert "does not go with sampling.float8 = ['weights']" in error_of("sampling.float8=weights")
     assert "model.config.layer = 2: there is no such option; did" in error_of(
         "model.config.layer=2"
     )

@@ -163,7 +163,7 @@ class OnDevice(NamedTuple):
       eval_parts: reward part -> weight in an evaluation; the first part says what is right.
       examples: (key, task, count) -> supervised examples, G = 1.
       tools: (task) -> what plans are offered, by the root key; None for nothing.
-      features: (task) -> what it brings to a run, as in ``setup.features.TABLE``.
+      features: (task) -> what it brings to a run, as in ``config.features.TABLE``.
     """
 
     rollout: Callable[..., Groups]

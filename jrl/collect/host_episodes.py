@@ -21,6 +21,7 @@ from jrl.collect.run_rows import RunRows, prompt_seeds
 from jrl.collect.sources import FromPrompts, Groups, added_counts, all_entries, drawing
 from jrl.collect.sources_text import root_key
 from jrl.collect.tree_search import Estimate, drawn_alone, estimates, group_of, plan_of
+from jrl.config.features import check_features
 from jrl.episodes.branching import EpisodeBranches
 from jrl.episodes.calls import Calls
 from jrl.episodes.chat import Format
@@ -36,7 +37,7 @@ from jrl.errors import UserError
 from jrl.judging.host import answer_number
 from jrl.models.tokenizer import Tokenizer
 from jrl.rewards import FUNCTION_NAMES
-from jrl.setup.features import check_features, host_features
+from jrl.setup.features import host_features
 from jrl.setup.reward_parts import SUCCESS
 from jrl.system.float32 import sum_overflows
 from jrl.types import Params, Prompt, Rollout, Search, StopReason

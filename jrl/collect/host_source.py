@@ -13,6 +13,7 @@ import numpy as np
 from jrl.collect.host_episodes import HostEpisodes, check_group, check_parts
 from jrl.collect.run_rows import run_rows
 from jrl.collect.tree_search import run_estimate
+from jrl.config.features import check_features
 from jrl.config.secrets import reveal
 from jrl.episodes.branching import EpisodeBranches
 from jrl.episodes.calls import Calls
@@ -25,7 +26,7 @@ from jrl.episodes.world import close_env, gather
 from jrl.errors import UserError
 from jrl.sampling.places import entropy
 from jrl.sampling.slots import Measure
-from jrl.setup.features import check_division, check_features, host_features
+from jrl.setup.features import check_division, host_features
 from jrl.setup.kind import Labels
 from jrl.setup.reward_parts import SUCCESS, RunRewards, reward_tables
 from jrl.setup.run import Run, run_features

@@ -1,7 +1,8 @@
 """The configuration of a run: its tables, read from TOML, checked, explained and written.
 
 - ``tables``, ``data``, ``tree``, ``optimizer``: every key with its type, limits and meaning
-- ``checks``, ``numbers``: what does not go together, and what no key may hold
+- ``features``: one table of what does not go together; ``checks``, ``numbers``: values that
+  contradict each other, and that no key may hold
 - ``read``: TOML and ``KEY=VALUE`` to a checked configuration
 - ``explain``: error messages for mistakes
 - ``keys``: the keys as data, for help and documentation

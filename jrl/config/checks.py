@@ -1,12 +1,12 @@
-"""Conflicts between keys of several tables."""
+"""Values of several tables that contradict each other."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from jrl.config.features import BY_KEY, broken_rows, key_features
 from jrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
 def conflicts(config: Config) -> list[str]:
     """A line for each thing in a configuration that does not go with another."""
-    lines = [*_table_conflicts(config), *_batch_conflicts(config, batch_parts(config.mesh_axes))]
-    if config.placement is not None:
-        lines += _own_mesh_conflicts(config, "[placement]")
-    elif config.sampling.mesh:
-        lines += [*_own_mesh_conflicts(config, "[sampling.mesh]"), *_shared_mesh_conflicts(config)]
+    lines = [*broken_rows(key_features(config), BY_KEY), *_table_conflicts(config)]
+    lines += _batch_conflicts(config, batch_parts(config.mesh_axes))
+    shards = batch_parts(config.sampling.mesh_axes)
+    if shards is not None and (config.placement is not None or config.sampling.mesh):
+        lines += rollout_conflicts(config, shards)
+    if config.placement is None and config.sampling.mesh:
+        lines += _shared_mesh_conflicts(config)
     return lines
 
 
@@ -30,38 +32,9 @@ def batch_parts(axes: Mapping[str, int]) -> int | None:
 
 
 def _table_conflicts(config: Config) -> Iterator[str]:
-    model, sampling, train, data = config.model, config.sampling, config.train, config.data
-    if model.path is not None and model.config is not None and model.network is None:
-        yield (
-            f"model.path = {model.path!r} and model.config are both given; remove one"
-            " (`model.path=` on the command line removes a key)"
-        )
-    if model.network is not None:
-        features = {"[lora]": config.lora is not None, "sampling.int8": bool(sampling.int8)}
-        features["sampling.float8"] = bool(sampling.float8)
-        features["objective.router_replay"] = config.replays_routing
-        features["eval.dtype"] = config.eval.dtype is not None
-        for key in (key for key, is_given in features.items() if is_given):
-            yield f"model.network = {model.network!r} and {key} are both given; remove one"
-    if config.lora is not None and config.lora.path is not None and model.path is None:
-        yield (
-            f"lora.path = {config.lora.path!r} needs the checkpoint that its adapters belong to;"
-            " set model.path"
-        )
+    sampling = config.sampling
     if twice := [part for part in sampling.float8 if part in sampling.int8]:
         yield f"sampling.int8 and sampling.float8 both name {twice[0]!r}; remove it from one"
-    yield from data.conflicts(config)
-    if train.mode == "in_flight" and not (config.placement and config.placement.staleness):
-        yield (
-            "train.mode = 'in_flight' needs a rollout during training steps; set"
-            " placement.staleness to 1 or more"
-        )
-    best = (config.checkpoint.best or "").removeprefix("-")
-    readers = [f"checkpoint.best = {config.checkpoint.best!r}"] if best.startswith("eval/") else []
-    acting = (name for name, limit in config.watch.items() if limit.action != "none")
-    readers += [f"watch.{json.dumps(name)}" for name in acting if name.startswith("eval/")]
-    if readers and not config.eval.every:
-        yield f"{readers[0]} needs evaluations between the steps; set eval.every"
     judges = [f"rewards.{name}.judge" for name, part in config.rewards.items() if part.judge]
     if len(judges) > 1:
         yield f"{' and '.join(judges)} are true; accuracy is measured by one part"
@@ -99,18 +72,6 @@ def _batch_conflicts(config: Config, shards: int | None) -> Iterator[str]:
             f"train.prompts = {train.prompts} cannot be sampled in sampling.draws = {draws} equal"
             f" parts{devices}; make it a multiple of {draws * (shards or 1)}"
         )
-
-
-def _own_mesh_conflicts(config: Config, key: str) -> Iterator[str]:
-    """Conflicts with a mesh of the sampler's own, which ``key`` asks for."""
-    if config.train.mode == "compiled":
-        yield (
-            f"{key} and train.mode = 'compiled' are both given: a compiled run is one program"
-            f" on one mesh; remove {key} or set train.mode to 'host'"
-        )
-    shards = batch_parts(config.sampling.mesh_axes)
-    if shards is not None:
-        yield from rollout_conflicts(config, shards)
 
 
 def rollout_conflicts(config: Config, shards: int) -> Iterator[str]:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
 
 from jrl.config.base import Table, key
-
-if TYPE_CHECKING:
-    from jrl.config.tables import Config
+from jrl.config.features import Features, present
 
 _PROMPT_TOKENS = 512
 EPISODE_REWARDS = {"reward": 1.0, "success": 0.0}
@@ -105,40 +103,20 @@ class DataTable(Table):
         """Seed of the order of records; None keeps the order of the file."""
         return None
 
-    def conflicts(self, config: Config) -> Iterator[str]:
-        """A line for each key of another table that does not go with these data."""
-        unset = type(config.sampling).model_fields["max_new_tokens"].default
-        if self.own_limit and config.sampling.max_new_tokens != unset:
-            yield (
-                f"sampling.max_new_tokens = {config.sampling.max_new_tokens} is not read with"
-                f" {self.own_limit}, which sets its own limit; remove it"
-            )
-        for table, is_given in (
-            ("[placement]", config.placement is not None),
-            ("[sampling.mesh]", config.sampling.mesh and config.placement is None),
-        ):
-            if is_given and self.completions_key:
-                yield (
-                    f"{table} needs a rollout, and {self.completions_key} has none; remove {table}"
-                )
-        if config.train.mode == "in_flight":
-            yield (
-                "train.mode = 'in_flight' is read by episodes of data.train in data.env alone,"
-                " whose tokens are drawn a chunk at a time; set it to 'host'"
-            )
-        yield from self._file_conflicts(config)
-
-    def _file_conflicts(self, config: Config) -> Iterator[str]:
-        files = self.model_fields_set & {"train", "pairs"}
-        if config.train.mode == "compiled" and files:
-            yield (
-                "train.mode = 'compiled' samples from data.task or data.env alone; set it to 'host'"
-            )
-        if files and config.warmup.steps and not self.has_solutions:
-            yield (
-                f"warmup.steps = {config.warmup.steps} needs data.task, whose solutions it learns;"
-                " set it to 0"
-            )
+    @property
+    def features(self) -> Features:
+        """What these data bring to a run, as in ``features.TABLE``, with its words for messages."""
+        files = sorted(self.model_fields_set & {"train", "pairs"})
+        return present(
+            {
+                "records": (not self.name, "data.train"),
+                "task": (self.name, f"{self.kind} = {self.name!r}"),
+                "files": (files, "".join(f"data.{name}" for name in files[:1])),
+                "own limit": (self.own_limit, self.own_limit),
+                "given completions": (self.completions_key, self.completions_key or ""),
+                "solutions": (self.has_solutions or not files, self.kind),
+            }
+        )
 
 
 Weights = Annotated[dict[str, Annotated[float, Field(gt=0)]], Field(min_length=1)]
@@ -259,6 +237,11 @@ class PromptData(ChatTable, QuestionTable):
         """Both splits, unless rows are skipped."""
         return {"train": self.train, "eval": self.eval} if self.invalid == "error" else {}
 
+    @property
+    def features(self) -> Features:
+        """Text."""
+        return super().features | {"text": "data.train"}
+
 
 class OptionTable(DataTable):
     """Data whose further keys are options of a function."""
@@ -329,6 +312,11 @@ class EnvData(OptionTable):
         """The keys that the environment's function takes."""
         return self.options
 
+    @property
+    def features(self) -> Features:
+        """The environment, and the task that it is."""
+        return super().features | {"device environment": f"{self.kind} = {self.name!r}"}
+
 
 class EpisodeData(QuestionTable, OptionTable):
     """Questions that each open episodes with a host environment, which writes the messages.
@@ -341,14 +329,10 @@ class EpisodeData(QuestionTable, OptionTable):
 
     env: str = EnvData.model_fields["env"]  # type: ignore[assignment]
 
-    def conflicts(self, config: Config) -> Iterator[str]:
-        """Those of files, and of experts, which episodes do not record."""
-        if config.replays_routing:
-            yield (
-                "objective.router_replay does not go with episodes of data.train in data.env;"
-                " remove it"
-            )
-        yield from self._file_conflicts(config)
+    @property
+    def features(self) -> Features:
+        """Episodes."""
+        return super().features | {"episodes": "data.env with data.train"}
 
 
 class ScoredTable(DataTable):
@@ -364,17 +348,10 @@ class ScoredTable(DataTable):
         """Completions are as long as ``sampling.max_new_tokens`` or a task says."""
         return ""
 
-    def conflicts(self, config: Config) -> Iterator[str]:
-        """Those of files, of rewards, and of sampling parameters that rule completions out."""
-        yield from super().conflicts(config)
-        if names := ", ".join(f"rewards.{name}" for name in config.rewards):
-            yield f"{names}: data.pairs holds its own scores; remove {names}"
-        sampling = config.sampling
-        if (sampling.top_k, sampling.top_p, sampling.min_p) != (0, 1, 0):
-            yield (
-                "sampling.top_k, top_p and min_p leave tokens out that data.pairs may hold; remove"
-                " them"
-            )
+    @property
+    def features(self) -> Features:
+        """Pairs."""
+        return super().features | {"pairs": "data.pairs"}
 
 
 class SourceData(TextTable, OptionTable):
@@ -399,6 +376,11 @@ class SourceData(TextTable, OptionTable):
     def free_options(self) -> dict[str, Any]:
         """The keys that the function takes."""
         return self.options
+
+    @property
+    def features(self) -> Features:
+        """A source of one's own."""
+        return super().features | {"own source": self.kind}
 
 
 class PairData(ScoredTable, RowTable, ChatTable):
@@ -442,6 +424,11 @@ class RecordedData(ChatTable):
         """The directory of the recording, or the file of the dialogues."""
         return self.train.partition(":")[2]
 
+    @property
+    def features(self) -> Features:
+        """Completions in rows of several turns."""
+        return super().features | {"recorded": self.kind}
+
 
 class DialogueData(RecordedData):
     """Conversations from files, in which anybody spoke as the assistant; nothing is sampled."""
@@ -457,6 +444,11 @@ class DialogueData(RecordedData):
     invalid: Literal["error", "skip"] = key(
         "error", RowTable.model_fields["invalid"].description or ""
     )
+
+    @property
+    def features(self) -> Features:
+        """Completions without the log-probabilities of who sampled them."""
+        return super().features | {"dialogues": self.kind}
 
 
 def _data_kind(value: Any) -> str:

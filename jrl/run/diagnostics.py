@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from jrl.config import Config
 from jrl.config.data import DIALOGUES, RECORDED, SOURCE
+from jrl.config.features import check_features
 from jrl.data.datasets import open_dataset
 from jrl.data.tables import Dataset, FirstRows
 from jrl.errors import Mistakes, UserError
@@ -21,7 +22,7 @@ from jrl.models.file_tokenizer import load_tokenizer
 from jrl.models.transformer import transformer
 from jrl.run.own_parts import check_own_parts
 from jrl.run.reward_probe import check_reward_columns, missing_math
-from jrl.setup.features import check_features, features_of
+from jrl.setup.features import features_of
 from jrl.setup.frozen import run_shape
 from jrl.setup.kind import Kind, RunData
 from jrl.setup.kinds import kind_of

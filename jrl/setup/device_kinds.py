@@ -41,10 +41,10 @@ class TaskKind(Kind):
 
     @property
     def features(self) -> dict[str, str]:
-        """A task, and reward functions of one's own beside those of the task."""
+        """Those of the data, and reward functions of one's own beside those of a task."""
         parts = parts_of(self.config).given_by("function") if self.config.rewards else ()
         reward_part = {"own reward of a task": f"rewards.{parts[0]}"} if parts else {}
-        return {"task": self.named} | reward_part
+        return super().features | reward_part
 
     def draws(self, method: Method) -> bool:
         """Always: a program makes the problems, with the solutions that a method reads."""
@@ -160,10 +160,11 @@ class EnvKind(TaskKind):
     @property
     def features(self) -> dict[str, str]:
         """The environment, and its players."""
-        brought = super().features | {"device environment": self.named}
         if self.task.players == 1:
-            return brought
-        return brought | {"several groups": f"{self.named}, of {self.task.players} players,"}
+            return super().features
+        return super().features | {
+            "several groups": f"{self.named}, of {self.task.players} players,"
+        }
 
     @property
     def decode_trips(self) -> dict[str, int]:

@@ -37,11 +37,6 @@ class GivenKind(Kind):
         """None."""
         return Labels()
 
-    @property
-    def features(self) -> dict[str, str]:
-        """Given completions."""
-        return super().features | {"given completions": self.config.data.completions_key or ""}
-
     def played(self, plan: Plan) -> Plan:
         """No plan: what is trained on is there already."""
         return Plan()
@@ -54,11 +49,6 @@ class RecordedKind(GivenKind):
         """The turns of sessions, and the points that they were given."""
         return Labels(ROW_LABELS, {"paid": 3})
 
-    @property
-    def features(self) -> dict[str, str]:
-        """Given completions in rows of several turns."""
-        return super().features | {"recorded": self.config.data.completions_key or ""}
-
     def read(self, tokenizer: Any, method: Method, opened: Opened) -> RunData:
         """The groups of recorded rows, each with its prompt."""
         data: Any = self.config.data
@@ -69,11 +59,6 @@ class RecordedKind(GivenKind):
 
 class DialogueKind(RecordedKind):
     """Dialogues that nobody sampled."""
-
-    @property
-    def features(self) -> dict[str, str]:
-        """Recorded completions without the log-probabilities of who sampled them."""
-        return super().features | {"dialogues": self.config.data.completions_key or ""}
 
     def read(self, tokenizer: Any, method: Method, opened: Opened) -> RunData:
         """The groups of dialogues, each with its prompt."""
@@ -92,11 +77,6 @@ class PairKind(GivenKind):
     def rows_of_a_prompt(self, method: Method) -> int:
         """Two: a preferred completion and another one."""
         return 2
-
-    @property
-    def features(self) -> dict[str, str]:
-        """Pairs."""
-        return super().features | {"pairs": "data.pairs"}
 
     def read(self, tokenizer: Any, method: Method, opened: Opened) -> RunData:
         """Training and held-out judged completions, tokenized.

@@ -157,7 +157,7 @@ class Kind:
     @property
     def features(self) -> dict[str, str]:
         """Features of the data, by name as in ``features.TABLE``, with their words for messages."""
-        return {"records": "data.train"}
+        return self.config.data.features
 
     @property
     def decode_trips(self) -> dict[str, int]:

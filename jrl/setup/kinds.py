@@ -48,11 +48,6 @@ class TextKind(Kind):
 
     contexts_of_plans = True
 
-    @property
-    def features(self) -> dict[str, str]:
-        """Text."""
-        return super().features | {"text": "data.train"}
-
     def labels(self, method: Method) -> Labels:
         """Numbers for final answers, reward parts without an opinion, and lines."""
         ids = {"answer": 2, SILENT: 2} if method.draw.samples else {}
@@ -82,11 +77,6 @@ class EpisodeKind(Kind):
         if env.lifecycle.shutdown is not nothing_shared:
             close_env(Calls(), env)
         return env
-
-    @property
-    def features(self) -> dict[str, str]:
-        """Episodes."""
-        return super().features | {"episodes": "data.env with data.train"}
 
     @property
     def contexts(self) -> int:
@@ -142,11 +132,6 @@ class SourceKind(Kind):
 
     eval_metrics = None
     known_metrics = False
-
-    @property
-    def features(self) -> dict[str, str]:
-        """A source of one's own."""
-        return super().features | {"own source": self.config.data.kind}
 
     def width(self, data: RunData) -> int:
         """P: the limit, since nobody knows yet what the source will ask."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import optax
 from jax.sharding import Mesh
 
+from jrl.config.features import Features
 from jrl.config.tables import Config
 from jrl.data.datasets import MemoryRows
 from jrl.data.messages import Wording
@@ -20,7 +21,7 @@ from jrl.models.quant import sampler
 from jrl.models.routing import recording
 from jrl.models.transformer import transformer
 from jrl.sampling.params import SamplingParams
-from jrl.setup.features import Features, features_of
+from jrl.setup.features import features_of
 from jrl.setup.gather import gathers
 from jrl.setup.kind import Kind, RunData
 from jrl.setup.reward_parts import RunRewards

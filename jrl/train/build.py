@@ -14,6 +14,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jrl.config.checks import check_batch
+from jrl.config.features import check_features
 from jrl.config.secrets import reveal
 from jrl.config.tables import Config
 from jrl.data.datasets import open_dataset
@@ -30,7 +31,7 @@ from jrl.models.tokenizer import check_ids, check_vocab
 from jrl.models.transformer import transformer
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.setup.adapters import lora_of, start_params, trained_network
-from jrl.setup.features import check_features, features_of
+from jrl.setup.features import features_of
 from jrl.setup.frozen import frozen_shape, run_shape
 from jrl.setup.kind import Kind, RunData
 from jrl.setup.kinds import kind_of

@@ -32,6 +32,7 @@ from jrl.collect.plan import (
     traced_rounds,
 )
 from jrl.collect.sources import Groups, simple_request
+from jrl.config.features import check_features
 from jrl.data.tasks import Task
 from jrl.episodes import Env
 from jrl.methods import get_method
@@ -42,7 +43,7 @@ from jrl.rewards.combine import combined as combined_points
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.sampling.tree import check_branching
 from jrl.setup.adapters import drawn_trees, policy_of
-from jrl.setup.features import check_features, method_features
+from jrl.setup.features import method_features
 from jrl.system.compile_reports import report_traced_run
 from jrl.train.hyperparameters import Hyperparameters, choose_hyperparameters, method_with
 from jrl.train.state import init_state

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from jrl.config.features import check_features
 from jrl.errors import UserError
 from jrl.mesh import replicated
 from jrl.methods.schedule import ONCE, AfterView, Schedule, run_due
@@ -30,7 +31,7 @@ from jrl.objectives.policy import (
 )
 from jrl.sampling.params import SamplingParams
 from jrl.setup.compiler import compiler_options
-from jrl.setup.features import check_features, schedule_features
+from jrl.setup.features import schedule_features
 from jrl.train.batch_rows import in_parts, split, undivided
 from jrl.train.router import ROUTER, RouterTraining, routed_tokens, router_loss, router_pairs
 from jrl.train.score import policies_of, score

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from jax.sharding import Mesh
 
+from jrl.config.features import check_features
 from jrl.errors import UserError
 from jrl.methods.base import Method
-from jrl.setup.features import check_features
 from jrl.setup.frozen import check_named
 from jrl.setup.run import Run, run_features, sampler_of
 from jrl.train.batches import sources_of

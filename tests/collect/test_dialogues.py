@@ -183,12 +183,15 @@ def test_others_that_learn_from_any_data_are_not(method, model, talks):
             "row gives as reward or rewards, and",
         ),
         (["rewards.math.weight=1"], "rewards = 'math'; choose from reward"),
-        (["placement={}"], r"\[placement\] needs a rollout, and data.train = 'dialogues:FILE' has"),
+        (
+            ["placement={}"],
+            r"data.train = 'dialogues:FILE' does not go with \[placement\]: nothing",
+        ),
         (["data.eval=x.jsonl"], "data.eval = 'x.jsonl' goes with"),
         (["data.overlong=truncate"], "data.overlong = 'truncate'; .*choose from drop, error"),
         (["data.train=dialogues:nowhere.jsonl"], "data.train = 'nowhere.jsonl': there is no such"),
         (["data.template=Q {question}"], "holds one question, and dialogues have many messages"),
-        (["train.mode=compiled"], "train.mode = 'compiled' samples from data.task"),
+        (["train.mode=compiled"], "train.mode = 'compiled' does not go with data.train: it"),
     ],
 )
 def test_what_does_not_go_together_is_named(model, talks, more, message):

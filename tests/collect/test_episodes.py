@@ -15,6 +15,7 @@ from jrl.collect.plan import Setting
 from jrl.collect.sources import simple_request
 from jrl.collect.sources_task import TaskSource
 from jrl.config import load_config
+from jrl.config.features import check_features
 from jrl.episodes import get_env
 from jrl.errors import UserError
 from jrl.evaluate.evaluator import episode_metrics
@@ -24,7 +25,7 @@ from jrl.methods import get_method
 from jrl.methods.plan import also
 from jrl.objectives.transforms import completion_tokens, overlong_penalty, paid
 from jrl.sampling.params import make_sampling_params
-from jrl.setup.features import check_features, features_of
+from jrl.setup.features import features_of
 from jrl.setup.kinds import kind_of
 from jrl.train.compiled import held_out, iterate, make_iteration, make_run
 from jrl.train.loop import policy_weights

@@ -689,9 +689,11 @@ def test_what_does_not_go_together_is_said(place, rewarder, tmp_path):
         in say("method=grpo", "objective={}")
     )
     assert "a.jsonl' and data.pairs are both given; remove one" in say("data.train=a.jsonl")
-    assert "samples from data.task or data.env alone; set it" in say("train.mode=compiled")
-    assert "data.pairs holds its own scores; remove rewards.math" in say("rewards.math={}")
-    assert "top_p and min_p leave tokens out" in say("sampling.top_p=0.9")
+    assert "samples problems that a program makes; give" in say("train.mode=compiled")
+    assert "does not go with rewards.math: it holds its own scores; remove rewards.math" in say(
+        "rewards.math={}"
+    )
+    assert "does not go with sampling.top_p = 0.9: it may hold tokens" in say("sampling.top_p=0.9")
     assert "line 1: the prompt has" in say("data.max_prompt_tokens=2", "data.overlong=error")
 
 

@@ -159,11 +159,11 @@ def test_the_batch_is_what_is_on_disk(model, sessions):
         (["method=remax"], "'recorded:DIR' does not go with method = 'remax', which draws greedy"),
         (
             ["placement={}"],
-            r"\[placement\] needs a rollout, and data.train = 'recorded:DIR' has no",
+            r"data.train = 'recorded:DIR' does not go with \[placement\]: nothing",
         ),
         (["data.eval=x.jsonl"], "data.eval = 'x.jsonl' goes with"),
         (["data.train=recorded:nowhere"], "there is no directory 'nowhere'"),
-        (["train.mode=compiled"], "train.mode = 'compiled' samples from data.task"),
+        (["train.mode=compiled"], "train.mode = 'compiled' does not go with data.train: it"),
     ],
 )
 def test_what_does_not_go_together_is_named(model, sessions, more, message):

@@ -11,6 +11,7 @@ from jrl.collect.groups import Origin, batch_of, place
 from jrl.collect.plan import Setting
 from jrl.collect.sources import Groups
 from jrl.config import load_config
+from jrl.config.features import check_features
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
 from jrl.methods import get_method
@@ -18,7 +19,7 @@ from jrl.methods.edit import EditView
 from jrl.methods.replays import replay_successes
 from jrl.methods.stores import member_store
 from jrl.objectives import combine_terms, compute_advantages, policy_loss
-from jrl.setup.features import check_features, method_features
+from jrl.setup.features import method_features
 from jrl.train import build
 from jrl.train.trainable import check_trainable
 from jrl.types import SILENT, Rollout, StopReason

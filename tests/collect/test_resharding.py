@@ -193,7 +193,7 @@ def test_a_device_is_sent_only_what_it_keeps(meshes, expert):
         ),
         (
             ("mesh.data=8", "sampling.mesh.fsdp=8", "train.mode=compiled"),
-            "[sampling.mesh] and train.mode = 'compiled' are both given",
+            "train.mode = 'compiled' does not go with [sampling.mesh]: it is one program",
         ),
         (
             ("mesh.data=4", "sampling.mesh.fsdp=4", "placement.rollout.data=4"),

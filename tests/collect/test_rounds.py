@@ -12,11 +12,11 @@ from jrl.collect.collector import Collector
 from jrl.collect.plan import Setting
 from jrl.collect.tree_search import drawn_weights
 from jrl.config import load_config
+from jrl.config.features import check_features
 from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.run import run as running
 from jrl.run.run import run_config, train
-from jrl.setup.features import check_features
 from jrl.setup.run import run_features
 from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train import programs

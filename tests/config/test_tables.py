@@ -69,7 +69,10 @@ CONFLICTS = {
         ["mesh.data=-1", "placement={}", "sampling.mesh.data=-1"],
         "mesh.data and sampling.mesh.data are -1; only one axis can take",
     ),
-    "two models": (["model.path=x", "model.config.layers=2"], "model.path = 'x' and model.config"),
+    "two models": (
+        ["model.path=x", "model.config.layers=2"],
+        "model.path = 'x' does not go with model.config: a",
+    ),
     "task and train": (
         ["data.task=sorting", "data.train=x"],
         "data.train = 'x' and data.task are both given; remove one",
@@ -92,28 +95,40 @@ CONFLICTS = {
     ),
     "compiled files": (
         ["data.train=x", "train.mode=compiled"],
-        "samples from data.task or data.env alone",
+        "samples problems that a program makes; give data.task or an environment",
     ),
-    "limit of a task": (["data.task=sorting", "sampling.max_new_tokens=9"], "sets its own limit"),
-    "adapters of nothing": (["lora={rank=2, path='x'}"], "lora.path = 'x' needs the checkpoint"),
+    "limit of a task": (
+        ["data.task=sorting", "sampling.max_new_tokens=9"],
+        "data.task = 'sorting' does not go with sampling.max_new_tokens = 9",
+    ),
+    "adapters of nothing": (
+        ["lora={rank=2, path='x'}"],
+        "lora.path = 'x' needs model.path: adapters belong to",
+    ),
     "compiled on two meshes": (
         ["data.task=sorting", "placement={}", "train.mode=compiled"],
-        "[placement] and train.mode = 'compiled' are both given",
+        "train.mode = 'compiled' does not go with [placement]: it is one program",
     ),
     "newer weights of what is drawn at once": (
         ["data.task=sorting", "placement={staleness=1}", "train.mode=in_flight"],
-        "train.mode = 'in_flight' is read by episodes of data.train in data.env alone",
+        "train.mode = 'in_flight' needs episodes: their tokens alone are drawn",
     ),
     "newer weights of nothing": (
         ["data.train=x", "data.env=y:z", "placement={}", "train.mode=in_flight"],
-        "needs a rollout during training steps; set placement.staleness to 1 or more",
+        "needs a rollout during training steps: weights change as tokens are drawn; set placement.",
     ),
-    "a rollout of pairs": (["data.pairs=x", "placement={}"], "[placement] needs a rollout"),
+    "a rollout of pairs": (
+        ["data.pairs=x", "placement={}"],
+        "data.pairs does not go with [placement]: nothing is sampled",
+    ),
     "packed minibatches": (
         ["train.mode=packed", "train.minibatches=2"],
         "train.mode = 'packed' packs a batch for one update, and train.minibatches = 2",
     ),
-    "own network": (["model.network=a:b", "lora.rank=2"], "model.network = 'a:b' and [lora] are"),
+    "own network": (
+        ["model.network=a:b", "lora.rank=2"],
+        "model.network = 'a:b' does not go with [lora]",
+    ),
     "two judges": (
         ["rewards.math.judge=true", "rewards.exact.judge=true"],
         "rewards.math.judge and rewards.exact.judge are true",

@@ -12,6 +12,7 @@ from jrl.collect.reward_stages import JudgedParts, judge_stage, judged_parts
 from jrl.collect.sources import Groups, divided, simple_request
 from jrl.collect.sources_text import TextSource
 from jrl.config import load_config
+from jrl.config.features import check_features
 from jrl.errors import UserError
 from jrl.judging import row_calls
 from jrl.judging.host import HostScorer, without_dropped
@@ -20,7 +21,6 @@ from jrl.judging.row_calls import RowCalls
 from jrl.models.tokenizer import CharTokenizer
 from jrl.rewards import Sample, make_reward
 from jrl.rewards.pool import RewardPool
-from jrl.setup.features import check_features
 from jrl.types import Prompt, Rollout, StopReason
 
 JUDGES = pathlib.Path(__file__).parents[1] / "rewards" / "judges.py"

@@ -12,6 +12,7 @@ from jrl.collect.reward_stages import function_stage
 from jrl.collect.sources import Groups
 from jrl.collect.sources_text import TextSource
 from jrl.config import load_config
+from jrl.config.features import check_features
 from jrl.errors import UserError
 from jrl.judging.host import HostScorer
 from jrl.models.tokenizer import char_tokenizer
@@ -19,7 +20,6 @@ from jrl.objectives.transforms import paid_rewards
 from jrl.rewards import Sample, make_reward
 from jrl.rewards.pool import RewardPool
 from jrl.rewards.rules import Rules
-from jrl.setup.features import check_features
 from jrl.setup.reward_parts import parts_of, reward_pool
 from jrl.types import Prompt, Rollout, StopReason
 

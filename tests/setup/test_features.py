@@ -2,13 +2,15 @@
 
 import pytest
 
+from jrl.config import features as key_features
 from jrl.config import load_config
+from jrl.config.features import BY_KEY, TABLE, WITH, WITHOUT, check_features
 from jrl.episodes.host import HostEnv, Limits
 from jrl.errors import UserError
 from jrl.methods import all_methods, get_method
 from jrl.methods.plan import Plan
 from jrl.setup import features
-from jrl.setup.features import TABLE, WITH, WITHOUT, check_features, features_of, host_features
+from jrl.setup.features import features_of, host_features
 from jrl.setup.kinds import kind_of
 
 
@@ -39,11 +41,17 @@ def network(make_bag):
 
 def feature_names(network, monkeypatch):
     """Every feature that is looked for, whether a run has it or not."""
-    monkeypatch.setattr(features, "_present", lambda items: {name: name for name in items})
     env = HostEnv(init=None, step=None, limits=Limits(turns=1))
-    names = set(host_features(env, of_config(network, "data.task=sequence")))
-    for line in EACH_KIND:
-        names |= set(kind_of(load_config(None, [*line])).features)
+    config, *others = [
+        load_config(None, [*lines]) for lines in (("data.task=sequence",), *EACH_KIND)
+    ]
+    for module in (key_features, features):
+        monkeypatch.setattr(module, "present", lambda items: {name: name for name in items})
+    method = get_method(config.method)
+    more = {"network": network, "model": None, "data": kind_of(config).features}
+    names = set(host_features(env, features_of(config, method, **more)))
+    for other in others:
+        names |= set(kind_of(other).features)
     return names | {"experts", "compiled", "packed", "in flight"}
 
 
@@ -53,8 +61,25 @@ def test_every_name_in_the_table_is_looked_for(network, monkeypatch):
     assert used <= names
     assert set(WITHOUT) <= names
     assert set(WITH) == set().union(*(row.needs for row in TABLE))
+    assert set(WITH) >= BY_KEY
     keys = {"episodes", "given completions", "own reward", "own reward of a task", "recorded"}
+    keys |= {"evaluation dtype", "reward parts", "token limit", "truncation"}
     assert set().union(*(row.forbids for row in TABLE)) <= set(WITHOUT) | keys
+
+
+def test_what_is_looked_for_in_keys_is_found_there():
+    """A need that keys bring is missed as the configuration is read."""
+    config = load_config(
+        None,
+        [
+            *("data.train=x", "data.env=own.py:env", "model.path=y", "eval.every=1"),
+            *("placement={staleness=1}", "train.mode=in_flight"),
+        ],
+    )
+    task = load_config(None, ["data.task=sorting", "warmup.steps=1"])
+    text = load_config(None, ["data.train=x"])
+    found = [set(key_features.key_features(each)) for each in (config, task, text)]
+    assert set().union(*found) >= BY_KEY
 
 
 def test_each_row_writes_its_message():

@@ -12,6 +12,7 @@ from jrl.collect.groups import to_batch
 from jrl.collect.sources import simple_request
 from jrl.collect.sources_task import task_rollout
 from jrl.config import load_config
+from jrl.config.features import check_features
 from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.models import hf
@@ -22,7 +23,7 @@ from jrl.objectives.transforms import over_branches
 from jrl.run import run as running
 from jrl.run.run import train
 from jrl.sampling.params import make_sampling_params
-from jrl.setup.features import check_features, features_of
+from jrl.setup.features import features_of
 from jrl.setup.kinds import kind_of
 from jrl.setup.objective import method_of
 from jrl.storage.metrics import read_jsonl

@@ -8,10 +8,11 @@ from jrl.collect.edit import edited
 from jrl.collect.plan import Setting, StepKey, host_rounds, new_collected, sample_step
 from jrl.collect.plan_tools import TextTools
 from jrl.collect.sources import Groups
+from jrl.config.features import check_features
 from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.rewards.base import Sample
-from jrl.setup.features import check_features, method_features
+from jrl.setup.features import method_features
 from jrl.types import SILENT, Prompt, Rollout, StopReason
 from jrl.types.asks import Tokens
 from jrl.zoo.methods.spark import _agrees, recycled, spark
