@@ -1,7 +1,8 @@
 """The tables of a configuration: every key with its type, limits, default and meaning.
 
 A table that may be absent, such as ``[lora]``, is None where it is not given. Those of which there
-are several kinds are in ``data`` and ``tree``, conflicts of keys of several tables in ``features`` and ``checks``.
+are several kinds are in ``data`` and ``tree``, conflicts of keys of several tables in ``features``
+and ``checks``.
 """
 
 from __future__ import annotations
