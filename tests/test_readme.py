@@ -81,6 +81,7 @@ def test_the_example_trains_with_a_method_from_a_file(mine, capsys):
         *("row_length", "tree_shared_tokens"),  # of episodes, and of trees
         *("search_nodes", "search_leaves", "read_tokens", "reread_tokens", "replayed"),
         *("hard_problems", "written_problems"),
+        "confidence",  # a reward part that metrics of evaluations need
     } | CLOCKS
     assert documented_names - set(curves) == written_by_the_loop
 
