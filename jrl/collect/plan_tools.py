@@ -97,7 +97,8 @@ class TextTools(NamedTuple):
       limit: T, the most tokens of a completion.
       hinted: (prompt, hint) -> the token ids of the prompt with the hint in it; None where the data
         has none.
-      key_of_hints: the field of a prompt's ``meta`` that holds its hints, a list of texts.
+      key_of_hints: the field of a prompt's ``meta`` that holds its hints, a list of texts or of
+        tiers, lists of texts.
       tokenizer: turns completions into text.
       tokens_of: (question) -> the token ids of a prompt with it; None where the data has none.
       longest: tokens of the longest prompt.
@@ -173,8 +174,9 @@ class TextTools(NamedTuple):
     def hints(self, groups: Any, level: Any, levels: int) -> Mapping[str, Any]:
         """The prompts with a hint, under which members are drawn and trained.
 
-        The hints of a prompt are texts in ascending order of what they give away. Level l of L
-        shows the first l / L of them, at least one.
+        The hints of a prompt are texts in ascending order of what they give away, or tiers, each a
+        list of such texts. Level l of L shows the hint at place l / L, rounded up, with those
+        before it in its tier.
 
         Args:
           groups: m of them, on the host.
@@ -189,20 +191,32 @@ class TextTools(NamedTuple):
         contexts = []
         for row, number in zip(rows.tolist(), numbers, strict=True):
             prompt = self.prompts[row]
-            texts = prompt.meta.get(self.key_of_hints)
-            if not texts or self.hinted is None:
+            shown = _increments(prompt.meta.get(self.key_of_hints))
+            if not shown or self.hinted is None:
                 raise UserError(
                     f"prompt {prompt.id} has no field {self.key_of_hints!r}, a list of hints from"
                     " the vaguest to the clearest; add it to the rows of data.train"
                 )
-            listed = [texts] if isinstance(texts, str) else list(texts)
-            count = max(-(-len(listed) * number // levels), 1)
-            contexts.append(self.hinted(prompt, "\n".join(map(str, listed[:count]))))
+            place = max(-(-len(shown) * number // levels), 1)
+            contexts.append(self.hinted(prompt, shown[place - 1]))
         return {"context": padded(contexts), "keep": True}
 
     def prompt_ids(self, rows: Any) -> np.ndarray:
         """The identity of the problem in each row."""
         return np.array([self.prompts[i].id for i in np.asarray(rows).tolist()], np.int32)
+
+
+def _increments(hints: Any) -> list[str]:
+    r"""What a prompt's hints say level by level: each tier begins anew, and adds a text a level.
+
+    >>> _increments(["a", "b"]), _increments([["a", "b"], ["c"]])
+    (['a', 'a\nb'], ['a', 'a\nb', 'c'])
+    """
+    listed = [hints] if isinstance(hints, str) else list(hints or ())
+    tiers = [each if isinstance(each, list | tuple) else [each] for each in listed]
+    if not any(isinstance(each, list | tuple) for each in listed):
+        tiers = [listed]
+    return ["\n".join(map(str, tier[: k + 1])) for tier in tiers for k in range(len(tier))]
 
 
 class Hinter:

@@ -468,6 +468,33 @@ def test_a_hint_has_a_place_in_a_question_of_text_alone(monkeypatch):
         hinter(Prompt(0, talk, marks, "4", {}), "four")
 
 
+@pytest.mark.parametrize(
+    ("hints", "told"),
+    [
+        ([["k1", "k2"], ["s1", "s2"]], ["k1", "k1\nk2", "s1", "s1\ns2"]),  # as the released code
+        (["a", "b", "c", "d"], ["a", "a\nb", "a\nb\nc", "a\nb\nc\nd"]),
+        (["a", "b"], ["a", "a", "a\nb", "a\nb"]),
+        ("a", ["a"] * 4),
+    ],
+)
+def test_a_tier_of_hints_begins_anew(hints, told):
+    prompt = Prompt(0, "p", np.ones(1, np.int32), "", {"hints": hints})
+    heard = []
+
+    def hinted(prompt, hint):
+        heard.append(hint)
+        return prompt.tokens
+
+    tools, groups = TextTools([prompt], 3, hinted), SimpleNamespace(row=np.zeros(1, np.int32))
+    for level in range(1, 5):
+        tools.hints(groups, level, 4)
+    assert heard == told
+    for none in ([], [[]]):
+        empty = TextTools([Prompt(0, "p", prompt.tokens, "", {"hints": none})], 3, hinted)
+        with pytest.raises(UserError, match="has no field 'hints'"):
+            empty.hints(groups, 1, 4)
+
+
 def check_hinted(batches, prompts):
     """Hinted members continue what their group's prompts have in common, by the hinted prompt."""
     count = 0

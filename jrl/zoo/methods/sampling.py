@@ -92,13 +92,16 @@ def scaf_grpo(
     under, takes the place of one of the group's own; the advantages are those of the group then.
     There is no divergence from a reference.
 
-    A prompt's hints are a list in its field "hints", from knowledge over a plan to steps of the
-    solution (three tiers of four increments in the paper), and level l shows the first l of them.
-    A procedural task has no hints but the beginning of its solution, which is forced as the first
-    tokens of the completion and not trained on.
+    A prompt's hints are in its field "hints", from knowledge over a plan to steps of the solution:
+    a list of tiers, each a list of texts (three of four in the paper; the released code leaves the
+    plan out). The levels go through them in order, and one shows a tier's texts so far, as there.
+    A list of texts is a single tier; with another number of texts than ``levels`` they are spread
+    over the levels. A procedural task has no hints but the beginning of its solution, which is
+    forced as the first tokens of the completion and not trained on.
 
-    Departures: the member that gives way is the first; the paper does not say which. A hinted
-    prompt that needs more than ``hint_tokens`` tokens beside the problem's is left out.
+    The member that gives way is the first, as in the released code. Departures: a hint is
+    introduced by "Hint:", there by its tier's name. A hinted prompt that needs more than
+    ``hint_tokens`` tokens beside the problem's is left out.
     """
 
     def hinted(groups: Any, view: StepView) -> Asks:
