@@ -81,7 +81,9 @@ def remax(base: Method, kl_coef: NonNegative = 0.0, kl_kind: KlInReward = "k1") 
 
     One greedy completion is drawn for each prompt and not trained on. Departures: beta
     (``kl_coef``) is 0 unless given, and then charges the sampled completion, not the greedy one:
-    its whole divergence at every token, where the released code charges each token its own.
+    its whole divergence, of the sampler's distribution, at every token, where the released code
+    charges each token its own. That code divides by the batch's tokens, discounts the reward by
+    0.99 a token in its scripts, and holds r less its baseline within 5.
     """
     charged = kl_penalty(kl_kind, kl_coef, "sequence")
     centred = transforms.per_group(advantages.greedy_baseline, _members_and_baseline)
@@ -108,10 +110,10 @@ def reinforce_plus_plus(
         A_t = r - beta sum_{s >= t} k1_s,    then (A_t - mean) / std over the batch's tokens
         loss = -mean over tokens of min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t)
 
-    Departures: beta (``kl_coef``) is 0 unless given; ``discount`` (1 in the paper's formula) and
-    the population deviation come from the authors' OpenRLHF, which holds its square at 1e-8 or
-    above where 1e-8 is added here. The clip is that of the paper's first version; bounds too wide
-    to reach leave its last one.
+    Departures: beta (``kl_coef``) is 0 unless given, and k1 is of the sampler's log-probabilities;
+    ``discount`` (1 in the paper's formula) and the population deviation come from the authors'
+    OpenRLHF, which holds its square at 1e-8 or above where 1e-8 is added here. The clip is that of
+    the paper's first version; bounds too wide to reach leave its last one.
     """
     charged = kl_penalty(kl_kind, kl_coef)
     to_go = transforms.reward_to_go(discount)
@@ -136,7 +138,8 @@ def maxrl(base: Method) -> Method:
         loss = -1/G sum_i A_i sum_t log pi_t
 
     Departures: other rewards that are not negative are taken as they are; a group whose mean is not
-    above 0 is left out.
+    above 0 is left out. The released code puts these advantages into PPO's loss, clipped at 0.2,
+    with the mean over the batch's tokens.
     """
     compare = transforms.per_group(advantages.mean_scaled)
     return base.with_(advantage=compare, rule=score, aggregate=aggregates.sequence_sum)

@@ -57,8 +57,8 @@ def exo(base: Method, beta: Positive, label_smoothing: SomeNoise = 1e-3) -> Meth
 
         loss = p log(p / (1 - e)) + (1 - p) log((1 - p) / e)
 
-    Departures: e is 1e-3 unless given, as in TRL. The paper's form for K completions with rewards
-    is not here.
+    Departures: e is 1e-3 unless given, as in TRL; the released code has e^-10, and 1 for 1 - e. The
+    paper's form for K completions with rewards is not here.
     """
 
     def loss(chosen: Side, rejected: Side) -> Array:

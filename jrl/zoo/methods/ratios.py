@@ -153,8 +153,8 @@ def vespo(
         W_i = prod_t rho_t,  phi(W) = W^k exp(lambda (1 - W))
         loss = -1/(sum_i |o_i|) sum_i sum_t sg(phi(W_i)) A_i log pi_t
 
-    with k (``power``) and lambda (``rate``) by the sign of A_i. Departures: the exponents, the
-    clamp of log W and the token mean are those of TRL's implementation; W is against the
+    with k (``power``) and lambda (``rate``) by the sign of A_i. The exponents, the token mean and
+    the clamp of log W, from log 1e-8 to 20, are the released code's. Departure: W is against the
     distribution that drew the tokens, so that no further correction is needed.
     """
     rule = gamma(power_positive, rate_positive, power_negative, rate_negative)

@@ -266,7 +266,7 @@ def crm(
     Departures: the paper's curriculum sorts an epoch's pairs from easy to hard by margin; here the
     share that stays rises from ``first_share`` in ``curriculum_steps`` steps, which leaves out the
     hard ones at first, too. Batches are dealt out by chance, in halves; how the paper does it is
-    not known. Read from reviews and accounts of the paper.
+    not known, nor its shares. Read from reviews and accounts of the paper.
     """
 
     def loss(group: Members) -> tuple[Array, Stats]:

@@ -129,9 +129,10 @@ def nemotron_cascade(
     each reward's table); the last stage goes on to the end. Within a stage the limit starts with
     ``first_limit`` tokens and grows by as many each ``lengthen_steps``; 0 for the run's limit. One
     update for each batch, no KL, all tokens weighed alike; problems with ``solved`` of their last
-    group right, all of it, teach nothing and are left out while there are others. Departures: one
-    run and one optimiser, so the learning rate has one schedule; a limit and a rate for each stage
-    are runs of their own that start from each other's checkpoints.
+    group right, all of it, teach nothing and are left out while there are others. Not known: steps
+    of a stage and of a limit. Departures: one run and one optimiser, so the learning rate has one
+    schedule; a limit and a rate for each stage are runs of their own that start from each other's
+    checkpoints.
     """
     within = growing(first_limit, lengthen_steps)
     curriculum = stages(lambda step: step // stage_steps, lambda s: within(s % stage_steps), solved)
@@ -146,8 +147,8 @@ def totrl(base: Method, stage_steps: Count = 100) -> Method:
     (arXiv:2505.12717): rows of stage 0 ask for a tree of thoughts of a model whose thinking is
     off, those of stage 1, after ``stage_steps``, of one whose thinking is on.
     ``jrl.zoo.puzzle_rows`` writes such rows (``guidance = "tree"``); rewards are ``reasoning_gym``
-    and ``format``. Not known: the paper's points and its estimator; here GRPO's, and a weighted
-    sum.
+    and ``format``. Not known: the paper's points, the steps of a stage and the estimator; here
+    GRPO's, and a weighted sum of the rewards.
     """
     curriculum = stages(lambda step: step // stage_steps, growing(0, 1))
     return base.with_(curriculum=curriculum)
@@ -180,8 +181,8 @@ def drive(
     ``first_group`` members of each and at most ``first_limit`` tokens. Then Pre-GRPO: rows of stage
     1, ``sampling.group`` members of each (64), and after each ``phase_steps`` only the share
     ``keep`` with the lowest pass rates is left. The reward is that of ``configs/code.toml``. Not
-    known: the share and the length of a phase. A problem's rate is that of its last group, 0 where
-    it had none.
+    known: the share, the length of a phase and that of the first stage. A problem's rate is that of
+    its last group, 0 where it had none.
     """
 
     def choose(state: State, query: Query) -> tuple[Selection, State]:
