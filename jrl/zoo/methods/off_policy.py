@@ -386,7 +386,8 @@ def reference_advantage(*, priority: bool = True) -> Transform:
     """The score less the value before the first token; completions that are no better are dropped.
 
     Without ``priority`` the rest weigh alike. Scaled so that a mean over all sequences is a mean
-    over the rest; the statistic "returns" becomes the score, at every token.
+    over the rest; the statistic "positive" becomes what a completion weighs, 0 for a dropped one,
+    and "returns" the score, both at every token.
     """
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
@@ -399,8 +400,9 @@ def reference_advantage(*, priority: bool = True) -> Transform:
         weight = gain if priority else jnp.where(gain > 0, 1, gain)
         total = weight.sum()
         weight = weight * nonempty.sum() / jnp.where(total == 0, 1, total)
-        stats = {**batch.stats, "returns": jnp.where(live, per_token(values, batch), 0)}
-        return gain * weight, batch.replace(stats=stats)
+        at_tokens = {"returns": values, "positive": weight}
+        at_tokens = {n: jnp.where(live, per_token(x, batch), 0) for n, x in at_tokens.items()}
+        return gain * weight, batch.with_stats(**at_tokens)
 
     return stateless(apply, frozenset({"rollout_values"}))
 
@@ -439,14 +441,16 @@ def start_value_loss(coef: float = 1.0) -> Regularizer:
 def plain_log_ratio(coef: float) -> Regularizer:
     """``coef`` times log pi - log pi_ref of the data's tokens, summed over each completion.
 
-    On data its gradient is minus that of the likelihood: it holds the policy back from fitting the
+    A completion counts as in the rest of the loss, by the statistic "positive". On data its
+    gradient is minus that of the likelihood: it holds the policy back from fitting the
     data too closely. (On the policy's own samples it would be noise; see ``objectives.kl``.)
     """
 
     def value(stats: Stats, mask: Array) -> Array:
-        return stats["logprobs"] - stats["ref_logprobs"]
+        return stats["positive"] * (stats["logprobs"] - stats["ref_logprobs"])
 
-    return term("log_ratio", value, coef, "ref_logprobs", aggregate=aggregates.sequence_sum)
+    needs = ("ref_logprobs", "positive")
+    return term("log_ratio", value, coef, *needs, aggregate=aggregates.sequence_sum)
 
 
 @published
@@ -468,8 +472,8 @@ def a_lol(
 
     with r = pi(y | x) / pi_ref(y | x) (``ratio`` "sequence"), a ratio for each token ("token", the
     paper's A-LoL seq.) or 1 ("none", its reference-free form). ``kl_coef`` adds log pi - log pi_ref
-    of the data; the paper's KL form is that with ``ratio="none"``. The completions are the data's
-    demonstrations; R is what the reward functions say of them.
+    of the same data, those with A > 0; the paper's KL form is that with ``ratio="none"``. The
+    completions are the data's demonstrations; R is what the reward functions say of them.
 
     Departures: the paper draws the remaining data with chances in proportion to A; here each
     completion is weighted by A over the batch's mean (``priority``), which is the same on average.

@@ -254,14 +254,14 @@ def alol_loss(kind, priority=True, c=0.6, beta=0.2, clip=0.5):
         for n, i, ts in sequences(d):
             gain = d.rewards[n, i] - d.rollout_values[n, i, ts[0]]
             out += c * (d.values[n, i, ts[0]] - d.rewards[n, i]) ** 2
-            gaps = [d.logprobs[n, i, t] - d.ref_logprobs[n, i, t] for t in ts]
-            out += beta * sum(gaps)
             if gain > 0:
                 rows.append((n, i, ts, gain))
         out /= max(len(sequences(d)), 1)
         share = sum(gain if priority else 1 for *_, gain in rows)
         for n, i, ts, gain in rows:
             weight = (gain if priority else 1) / share
+            # Of the data that is drawn, those with A > 0: the others are never seen.
+            out += weight * beta * sum(d.logprobs[n, i, t] - d.ref_logprobs[n, i, t] for t in ts)
             gaps = [frozen.logprobs[n, i, t] - d.ref_logprobs[n, i, t] for t in ts]
             if kind == "sequence":
                 gaps = [sum(gaps)] * len(ts)
