@@ -19,6 +19,12 @@ ANSWERS = (
 But see ``_questions``.
 """
 
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Names that published data sets give to what is no text."""
+
+_SUBJECTS = ("input", "context")
+"""Fields of Alpaca's and Dolly's rows that an instruction is about; empty where it needs none."""
+
 
 def layout(
     source: Dataset,
@@ -79,12 +85,30 @@ def look_up(row: Mapping[str, Any], key: str) -> Any:
 
 
 def check_fields(row: Mapping[str, Any], question: str, answer: str | None, where: str) -> None:
-    """Raises UserError that names every field which a row lacks."""
+    """Raises UserError that names every field which a row lacks, or that its question would."""
+    subject = next((name for name in _SUBJECTS if str(row.get(name) or "").strip()), None)
+    if question == "instruction" and subject is not None:
+        raise UserError(
+            f"{where}: {subject} has text that the instruction is about, and the prompt would lack"
+            " it; write both into one field, and set data.fields.question to that"
+        )
     columns = {"question": question, "answer": answer}
     missing = {n: k for n, k in columns.items() if k is not None and not has(row, k)}
     if missing:
         names = " and no field ".join(map(repr, missing.values()))
         raise UserError(f"{where}: there is no field {names}; {_remedy(row, missing, question)}")
+
+
+def check_media(row: Mapping[str, Any], where: str) -> None:
+    """Raises UserError for a row with an image or sound, without which its text is another task."""
+    for name in MEDIA:
+        value = row.get(name)
+        absent = value is None or value is False or (hasattr(value, "__len__") and not len(value))
+        if not absent:
+            raise UserError(
+                f"{where}: {name} is not read, as the models here take text alone; leave the row"
+                " out, or remove the field if the text does without it"
+            )
 
 
 def _remedy(row: Mapping[str, Any], missing: Mapping[str, str], question: str) -> str:
@@ -93,6 +117,12 @@ def _remedy(row: Mapping[str, Any], missing: Mapping[str, str], question: str) -
         if _ends_with_question(row["messages"]):
             return "its messages end with a question: set data.fields.question to messages"
         return "it has messages: read conversations by data.train=dialogues:FILE"
+    if "conversations" in row and "question" in missing:
+        return (
+            "it has conversations, as ShareGPT has them: write from and value as role (user or"
+            " assistant) and content, name the field messages, and read it by"
+            " data.train=dialogues:FILE"
+        )
     if "chosen" in row and "rejected" in row:
         return "it has chosen and rejected: read pairs by data.pairs=FILE"
     if "instruction" in row and "input" in row and "question" in missing:

@@ -34,7 +34,7 @@ from jrl.types import NOTHING
 
 _dumps = functools.partial(json.dumps, ensure_ascii=False)
 Messages = list[dict[str, Any]]
-_THINK = "<think>"
+_THINK, _THOUGHT = "<think>", "</think>"
 _REASONS = "JRLREASONSJRL"
 """Placeholder for the reasons of an answer."""
 
@@ -258,7 +258,13 @@ class Wording(NamedTuple):
         frames = self._frames(tools)
         if frames is not None:
             check_fields(frames.tokenizer, messages, tools, where)
-        text = self._render(messages, tools)
+        try:
+            text = self._render(messages, tools)
+        except UserError as error:
+            if messages[0] != {"role": "system", "content": self.system}:
+                raise
+            self._render(messages[1:], tools)  # raises where the system message is not the reason
+            raise UserError(f"data.system = {self.system!r:.40}: {error}; remove it") from None
         _check_written(left_out(self._render, messages, tools or ()), where)
         if frames is None:
             return text, self.tokenizer.encode(text)
@@ -390,15 +396,18 @@ def after_prompt(
 ) -> tuple[str, list[int]]:
     """The template's rendering of the assistant's message, from the text of the conversation.
 
-    Some templates render a finished conversation differently; then it is the bare answer.
+    Some templates render a finished conversation differently, or without the thought of its last
+    answer; then it is the bare answer.
 
     Returns:
       (text, token ids).
     """
-    if not conversation.startswith(prompt):
-        answer = without_repeated_mark(prompt, answer)
+    rendered = conversation[len(prompt) :]
+    thought = answer.rpartition(_THOUGHT)[0].strip().removeprefix(_THINK).strip()
+    if conversation.startswith(prompt) and thought in rendered:
+        answer = rendered
     else:
-        answer = conversation[len(prompt) :]
+        answer = after_opened_thought(prompt, answer)
     return answer, ids_after(tokenizer, prompt, answer)
 
 
@@ -413,6 +422,20 @@ def without_repeated_mark(prompt: str, answer: str) -> str:
         return answer
     answer = answer.lstrip()[len(_THINK) :]
     return answer.removeprefix("\n") if prompt.endswith("\n") else answer
+
+
+def after_opened_thought(prompt: str, answer: str) -> str:
+    r"""An answer after a chat template's prompt, which may have begun a thought.
+
+    An answer without one ends that thought first; else the policy would learn to answer in it, and
+    to end its turn there.
+
+    >>> after_opened_thought("<|assistant|><think>\n", "b"), after_opened_thought("a", "b")
+    ('\n</think>\n\nb', 'b')
+    """
+    if prompt.rstrip().endswith(_THINK) and _THOUGHT not in answer:
+        return ("\n" if prompt.endswith("\n") else "\n\n") + f"{_THOUGHT}\n\n{answer.lstrip()}"
+    return without_repeated_mark(prompt, answer)
 
 
 def end_of_turn(tokenizer: Tokenizer, template: str) -> int:

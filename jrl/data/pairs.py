@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jrl.data.datasets import Dataset
+from jrl.data.fields import check_media
 from jrl.data.invalid import Overlong, TooLong, read_rows
 from jrl.data.messages import Wording, answer_message, read_tools
 from jrl.data.records import in_tokens, read_record, read_tokens, row_kind
@@ -178,6 +179,7 @@ class _Reader:
     def read(self, index: int, row: Mapping[str, Any], where: str) -> Judged | None:
         """The group; None where it is dropped for its length."""
         kind, ids = row_kind(row, where), in_tokens(row)
+        check_media(row, where)
         if self.kind not in ("", kind):
             raise UserError(f"{where}: {kind} after {self.kind}; put them into separate files")
         if self.rationales and (ids or kind != "pairs"):

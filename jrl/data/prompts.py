@@ -12,10 +12,11 @@ import numpy as np
 
 from jrl.data.answers import find_answer
 from jrl.data.datasets import Dataset
-from jrl.data.fields import check_fields, layout, look_up
+from jrl.data.fields import check_fields, check_media, layout, look_up
 from jrl.data.invalid import Overlong, TooLong, read_rows
 from jrl.data.messages import (
     Wording,
+    after_opened_thought,
     end_of_turn,
     ids_after,
     read_tools,
@@ -146,6 +147,7 @@ class _Reader:
     def read(self, index: int, row: Mapping[str, Any], where: str) -> Prompt | None:
         """The prompt; None where it is dropped for its length."""
         check_fields(row, self.question_key, self.answer_key if self.needs_answer else None, where)
+        check_media(row, where)
         question = _question(row, self.question_key, self.wording.template, where)
         if len(self.questions) < 2:
             self.questions.add(str(question))
@@ -315,7 +317,8 @@ def _solution(
             f"{where}: there is no field {key!r}; set data.fields.solution to one of"
             f" {', '.join(row)}"
         )
-    solution = without_repeated_mark(prompt, _spoken(solution, key, where))
+    begin = after_opened_thought if wording.template == "chat" else without_repeated_mark
+    solution = begin(prompt, _spoken(solution, key, where))
     if not solution.strip():
         raise UserError(f"{where}: {key} is empty; every row needs a solution to learn from")
     tokenizer = wording.tokenizer

@@ -262,6 +262,12 @@ def _pair(row: Mapping[str, Any], where: str, plain: bool) -> Record:
         rejected = read_messages(rejected, "rejected", where)
         size = min(_shared(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     elif prompt is None:
+        if other := next(
+            (name for name in ("question", "instruction", "input") if row.get(name)), ""
+        ):
+            raise UserError(
+                f"{where}: there is no prompt; write {other} as prompt, with what belongs to it"
+            )
         if not plain:
             raise UserError(
                 f"{where}: there is no prompt, and the common beginning of chosen and rejected is "

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jrl.data.fields import check_media
 from jrl.data.invalid import read_rows
-from jrl.data.messages import Wording, after_prompt, end_of_turn, until_stop
+from jrl.data.messages import Wording, after_prompt, end_of_turn, read_tools, until_stop
 from jrl.data.tables import Dataset
 from jrl.episodes.chat import PlainFormat
 from jrl.episodes.recorded import ROW, joined_groups
@@ -149,7 +150,8 @@ def dialogue_messages(row: Mapping[str, Any], where: str) -> list[Message]:
             f"{where}: messages must be a list of messages, each with role and content; there is "
             f"{have}"
         )
-    if row.get("tools") is not None:
+    check_media(row, where)
+    if read_tools(row.get("tools"), where):
         raise UserError(f"{where}: tools are not read in dialogues; record such sessions instead")
     if row.get("chat_template_kwargs") is not None:
         raise UserError(

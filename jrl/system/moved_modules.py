@@ -179,6 +179,9 @@ MOVED = {
 }
 """Old name -> new one, both without ``jrl.``; what was below an old name is below the new one."""
 
+RENAMED = {"data.sources": {"open_source": "open_dataset"}}
+"""Old name of a module -> functions in it that have another name now, too."""
+
 _FUNCTIONS = {"episodes.endpoint", "methods.reinforce"}
 """Old names that a function of the package has today, whose place an import would take."""
 _IN_ENVS = (
@@ -205,8 +208,10 @@ class _Moved(importlib.abc.Loader):
         self._new = new
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        """The module of the new name."""
+        """The module of the new name, whose functions have their old names too."""
         module = importlib.import_module(self._new)
+        for old, name in RENAMED.get(spec.name.removeprefix("jrl."), {}).items():
+            setattr(module, old, getattr(module, name))
         self._spec = module.__spec__
         return module
 

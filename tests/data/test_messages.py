@@ -96,6 +96,41 @@ def test_what_is_learnt_may_think_and_may_not_end_a_turn(chat_tokenizer):  # noq
         pair_of(tokenizer, pair | {"chosen": "ends with <|im_end|> here"})
 
 
+THINKS = """
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}{{ '[INST]' + m.content.split('</think>')[-1] + '<|eot|>' }}
+{%- elif m.role == 'system' %}{{ raise_exception("System role not supported") }}
+{%- else %}{{ '[/INST]' + m.content }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '[INST]BEGIN' }}{% endif %}
+"""
+
+
+@pytest.mark.parametrize("begin", ["<think>\n", ""])  # as DeepSeek's templates, new and old
+def test_an_answer_is_learned_after_its_thought_with_templates_that_drop_it(
+    chat_tokenizer,  # noqa: F811
+    begin,
+):
+    tokenizer = chat_tokenizer(THINKS.replace("BEGIN", begin.replace("\n", "\\n")))
+    row = {"prompt": "hi", "chosen": "<think>\nOne.\n</think>\n\n4", "rejected": "5"}
+    pair = pair_of(tokenizer, row)
+    assert pair.text == f"[/INST]hi[INST]{begin}"
+    texts = [tokenizer.decode(ids, skip_special=False) for ids in pair.completions]
+    thought = "One.\n</think>\n\n4<|eot|>"
+    assert texts[0] == (thought if begin else "<think>\n" + thought)
+    # an answer in the open would be learned as a thought without end
+    assert texts[1] == ("\n</think>\n\n5<|eot|>" if begin else "5<|eot|>")
+    solved = prompt_of(tokenizer, {"question": "hi", "answer": "5"}, solution_key="answer")
+    assert tokenizer.decode(solved.solution, skip_special=False) == texts[1]
+
+
+def test_a_template_that_takes_no_system_message_names_the_key(chat_tokenizer):  # noqa: F811
+    tokenizer, row = chat_tokenizer(THINKS), {"question": "hi", "answer": "5"}
+    with pytest.raises(UserError, match=r"data\.system = 'Be kind\.': .* not supported; remove it"):
+        prompt_of(tokenizer, row, system="Be kind.")
+    assert prompt_of(tokenizer, row).text.startswith("[/INST]hi")
+
+
 def test_tools_calls_and_results_of_a_pair_are_written(chat_tokenizer):  # noqa: F811
     tokenizer = chat_tokenizer("qwen")
     row = {"prompt": TALK, "tools": [WEATHER], "chosen": "It is 3.", "rejected": "No."}

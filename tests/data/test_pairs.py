@@ -204,6 +204,12 @@ WRONG = {
         "chosen": "1234567890123",
     },
     "the prompt has 46 tokens and data.max_prompt_tokens is 40": {**PAIR, "prompt": "9" * 40},
+    "there is no prompt; write question as prompt": {
+        "question": "2?",
+        "chosen": "4",
+        "rejected": "5",
+    },
+    "images is not read": {**PAIR, "images": [{"bytes": b"x"}]},
 }
 
 

@@ -80,6 +80,12 @@ def test_answers_that_are_not_text_stay_what_they_are():
     assert prompts[0].meta == {"q": "2?", "a": 4, "question": 1}  # columns keep their own names
 
 
+def test_fields_without_a_thing_in_them_are_no_images_and_no_inputs():
+    row = {"instruction": "2+2?", "input": "", "output": "4", "images": [], "image": None}
+    prompts, _ = build(Rows([row]), question_key="instruction", answer_key="output")
+    assert prompts[0].answer == "4"
+
+
 def test_overlong_prompts_are_refused_dropped_or_cut_and_counted():
     limit = {"max_prompt_tokens": 10, "template": "plain"}
     with pytest.raises(UserError, match=r"line 2: the prompt has 19 tokens .* is 10; raise it, or"):
@@ -129,6 +135,26 @@ def test_overlong_prompts_are_refused_dropped_or_cut_and_counted():
             {"instruction": "Add.", "input": "2 + 2", "output": "4"},
             {},
             "no field 'question' and no field 'answer'; it has instruction and input: set",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "2?"}]},
+            {},
+            "as ShareGPT has them: write from and value as role .* by data.train=dialogues:FILE",
+        ),
+        (
+            {"instruction": "Add.", "input": "2 + 2", "output": "4"},
+            {"question_key": "instruction", "answer_key": "output"},
+            "line 1: input has text that the instruction is about, and the prompt would lack it",
+        ),
+        (
+            {"instruction": "Who?", "context": "Ann is.", "response": "Ann"},
+            {"question_key": "instruction", "answer_key": "response"},
+            "line 1: context has text that the instruction is about",
+        ),
+        (
+            {"question": "What is it?", "answer": "4", "images": [{"bytes": b"x"}]},
+            {},
+            "line 1: images is not read, as the models here take text alone; leave the row out",
         ),
         ({"question": "", "answer": "4"}, {}, "line 1: question is blank"),
         (

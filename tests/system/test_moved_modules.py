@@ -11,7 +11,7 @@ import pytest
 
 import jrl
 from jrl.errors import UserError
-from jrl.system.moved_modules import MOVED, moved_to
+from jrl.system.moved_modules import MOVED, RENAMED, moved_to
 from jrl.user_code import load
 
 
@@ -45,6 +45,14 @@ def test_an_old_name_is_the_same_module():
     assert Feedback is host.Feedback
     assert HERMES is parsers.PARSERS["hermes"]
     assert host.__spec__ is spec
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_functions_of_an_old_name_have_their_old_names_too(old):
+    with pytest.warns(FutureWarning):
+        module = importlib.import_module(f"jrl.{old}")
+    for name, new in RENAMED[old].items():
+        assert getattr(module, name) is getattr(module, new)
 
 
 def test_an_old_name_in_a_configuration_leads_to_the_new_one():
