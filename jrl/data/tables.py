@@ -52,14 +52,18 @@ class CsvDataset:
         self.path = path
         self._rows: list[tuple[int, list[str]]] = []
         form, mark = ("TSV", "\t") if path.suffix.lower() == ".tsv" else ("CSV", ",")
-        usual = csv.field_size_limit(_LONGEST_FIELD)
+        usual, begin = csv.field_size_limit(_LONGEST_FIELD), 1
         try:
             with path.open(encoding="utf-8-sig", newline="") as file:
                 reader = csv.reader(file, strict=True, delimiter=mark)
-                self._names = next(reader, [])
+                filled = (values for values in reader if any(values))  # sheets end in empty rows
+                self._names = next(filled, [])
+                if [name.lower() for name in self._names[:1]] == ["sep="]:  # as Excel notes it
+                    self._names = next(filled, [])
+                self._check_names(reader.line_num, mark)
                 begin = reader.line_num + 1
                 for values in reader:
-                    if values:
+                    if any(values):
                         self._rows.append((begin, values))
                     begin = reader.line_num + 1
         except UnicodeDecodeError as error:
@@ -67,21 +71,29 @@ class CsvDataset:
                 why = not_utf8(raw.read(4), error)
             raise UserError(f"{path} is not a {form} file in UTF-8: {why}") from None
         except csv.Error as error:
-            raise UserError(f"{path} is not a {form} file in UTF-8: {error}") from None
+            raise UserError(
+                f"{path}, line {begin}: not a {form} file: {error}; a quote that begins a field"
+                " has another one at its end, and quotes inside of it are written twice"
+            ) from None
         finally:
             csv.field_size_limit(usual)
-        if self._rows and len(set(self._names)) != len(self._names):
-            raise UserError(f"{path}, line 1: two columns have one name: {', '.join(self._names)}")
+
+    def _check_names(self, line: int, mark: str) -> None:
+        """Raises UserError for column names that nobody meant."""
+        where = f"{self.path}, line {line}"
         other = next((x for x in ";\t,|" if len(self._names) == 1 and x in self._names[0]), None)
         if other is not None:
             raise UserError(
-                f"{path}, line 1: {self._names[0]!r:.80} is one name, without {mark!r}; the columns"
+                f"{where}: {self._names[0]!r:.80} is one name, without {mark!r}; the columns"
                 f" seem to stand between {other!r}: write {mark!r} there"
                 + (", or name the file .tsv" if other == "\t" else "")
             )
+        if any(name and self._names.count(name) > 1 for name in self._names):
+            names = ", ".join(self._names)
+            raise UserError(f"{where}: two columns have one name: {names}")
         if padded := [name for name in self._names if name != name.strip()]:
             raise UserError(
-                f"{path}, line 1: the column {padded[0]!r} has a space around its name; remove it"
+                f"{where}: the column {padded[0]!r} has a space around its name; remove it"
             )
 
     def __len__(self) -> int:
@@ -89,7 +101,7 @@ class CsvDataset:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """The row's values by column, as text.
+        """The row's values by column, as text; those of columns without a name are left out.
 
         Raises:
           UserError: the line has more or fewer values than there are columns.
@@ -100,7 +112,7 @@ class CsvDataset:
                 f"{self.where(index)}: {len(values)} values for the {len(self._names)} columns"
                 f" {', '.join(self._names)}"
             )
-        return dict(zip(self._names, values, strict=True))
+        return {name: x for name, x in zip(self._names, values, strict=True) if name}
 
     def where(self, index: int) -> str:
         """The file and line of a row."""

@@ -73,7 +73,8 @@ _BEGINNINGS = {
 
 def not_utf8(data: bytes, error: UnicodeDecodeError) -> str:
     """Why bytes are no UTF-8: the kind of file that they begin like, else what Python says."""
-    return next((text for mark, text in _BEGINNINGS.items() if data.startswith(mark)), str(error))
+    usual = f"{error}; save it as UTF-8"
+    return next((text for mark, text in _BEGINNINGS.items() if data.startswith(mark)), usual)
 
 
 class TwoValues(Exception):

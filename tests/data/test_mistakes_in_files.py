@@ -42,7 +42,7 @@ PROMPTS = {
         '{"question": "1+1 é?", "answer": "2"}\n'.encode("latin-1"),
         "line 1: not UTF",
     ),
-    "latin-1 csv": ("a.csv", (TEXT + "é?,3\n").encode("latin-1"), "not a CSV file in UTF-8"),
+    "latin-1 csv": ("a.csv", (TEXT + "é?,3\n").encode("latin-1"), "; save it as UTF-8"),
     "utf-16 csv": ("a.csv", TEXT.encode("utf-16"), "begins as UTF-16; save it as UTF-8"),
     "a null byte": ("a.jsonl", GOOD + b"\0\0\0\0\n", "line 2: not valid JSON"),
     "null bytes in csv": ("a.csv", TEXT.encode() + b"\0,3\n", ""),

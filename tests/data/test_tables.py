@@ -35,9 +35,25 @@ def test_csv_with_quotes_lines_in_a_cell_and_a_byte_order_mark(tmp_path):
 CSV = {
     "a,b\n1,2,3\n": "line 2: 3 values for the 2 columns a, b",
     "a,a\n1,2\n": "line 1: two columns have one name: a, a",
-    'a,b\n"1,2\n': "is not a CSV file",
+    'a,b\n"1,2\n': "line 2: not a CSV file: unexpected end of data; a quote that begins",
+    'a,b\n1,2\n"1" + 1,2\n': "line 3: not a CSV file: .* are written twice",
+    'a;b\n"1,5";2\n': "line 1: 'a;b' is one name, without ','",
     "a,b\n": "the file has no rows",
 }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\na,b\n1,2\n",
+        "sep=,\r\na,b\r\n1,2\r\n",
+        "a,b,,\n1,2,,\n,,,\n",  # of a sheet with empty columns and rows
+        ",a,b\n0,1,2\n",  # of pandas, with the number of the row
+    ],
+)
+def test_what_programs_of_sheets_write_around_a_table_is_left_out(text, tmp_path):
+    (tmp_path / "a.csv").write_text(text)
+    assert rows_of(open_dataset(str(tmp_path / "a.csv"))) == [{"a": "1", "b": "2"}]
 
 
 @pytest.mark.parametrize("text", CSV)
