@@ -38,7 +38,7 @@ from jrl.storage.step_files import what_is_saved
 from jrl.system.compile_cache import enable_compile_cache, return_compiler_memory
 from jrl.system.compile_reports import CompileNotes
 from jrl.system.devices import find_devices
-from jrl.system.processes import check_same
+from jrl.system.processes import check_same, stop_requested
 from jrl.system.signals import Stopping
 from jrl.system.wait_reports import Waits, io_progress, waiting
 from jrl.train import build, programs
@@ -203,9 +203,11 @@ def _run(training: Training, state: TrainState) -> Trained:
         state = train_on_host(training, state, notes)
     records.save(state)
     records.checkpoints.wait()
-    if stopping.late and not stopping.is_set():
-        raise Overdue(stopping.late)
-    if stopping.is_set():
+    # Asked of all: one alone that heard a signal after the last step would leave the others waiting
+    # for it in the evaluation.
+    if stop_requested(stopping):
+        if stopping.late and not stopping.is_set():
+            raise Overdue(stopping.late)
         raise KeyboardInterrupt(
             f"stopped after step {int(state.step)}; saved in {records.checkpoints.directory}; "
             "run the same command again to resume"

@@ -26,6 +26,7 @@ from jrl.storage import metrics
 from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.lock import run_lock
 from jrl.storage.metrics import read_jsonl
+from jrl.system import processes
 from jrl.train import programs
 
 TASK = (
@@ -305,6 +306,23 @@ def test_a_signal_during_the_last_save_loses_nothing(tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(running, "write_report", lambda directory: directory)
     assert go(tmp_path / "run", "train.steps=2")["steps"] == 2
+
+
+def test_a_signal_that_another_process_heard_during_the_last_save_ends_this_one(
+    tmp_path, monkeypatch
+):
+    """It would evaluate, and wait there for the other."""
+    save, heard = RunRecords.save, []
+
+    def signalled(self, state):
+        save(self, state)
+        heard.append(int(state.step) == 2)
+
+    monkeypatch.setattr(RunRecords, "save", signalled)
+    monkeypatch.setattr(processes, "any_says", lambda value: value or any(heard))
+    with pytest.raises(KeyboardInterrupt, match="stopped after step 2; saved in"):
+        go(tmp_path / "run", "train.steps=2")
+    assert not (tmp_path / "run" / "summary.json").exists()
 
 
 @pytest.mark.parametrize(
