@@ -601,6 +601,7 @@ class RunRecords:
             self._note_best(self._record)
         saved = state if self.run.network.extras.split is None else without_base(state)
         extra = self.position._asdict() | self.batch_notes() | {"watch": self._watch.notes()}
+        self._writer.sync()  # or a power cut could keep the step and lose its records
         if unwritten := self._writer.unwritten:
             extra["unwritten"] = unwritten
         best, step = self.position.best, int(state.step)

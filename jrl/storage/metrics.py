@@ -38,6 +38,7 @@ from jrl.storage.sinks import Sink, open_sinks
 from jrl.system.extras import DISTRIBUTION, version
 from jrl.system.json_text import json_or_none
 from jrl.system.processes import first_says
+from jrl.system.wait_reports import waiting
 
 _PACKAGES = (
     *("jrl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "numpy"),
@@ -217,6 +218,7 @@ class RunWriter:
         self._fault: tuple[float, str] | None = None  # since when, and why
         self._sinks: list[Sink] = []
         self._failed: dict[int, float] = {}  # by index of the sink, when
+        self._resumed_at: int | None = None  # a step whose evaluation may be made again
         if not self._active:
             return
         try:
@@ -246,6 +248,7 @@ class RunWriter:
         """
         if not self._active:
             return
+        self._resumed_at = step
         first, *rest = read_jsonl(self.dir / "metrics.jsonl") or [self._header]
         if "versions" not in first:
             first, rest = self._header, [first, *rest]
@@ -298,7 +301,7 @@ class RunWriter:
         return bool(first_says(bool(of_step) and not evaluated))
 
     def add_to_record(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Adds metrics to the record of a step, in the file alone.
+        """Adds metrics to the record of a step; trackers get them at that step.
 
         Raises:
           StorageError: the file cannot be written.
@@ -315,6 +318,8 @@ class RunWriter:
             raise StorageError(
                 f"{self.dir}: the logs cannot be written ({error.strerror}); free disk space"
             ) from error
+        for i, sink in enumerate(self._sinks):
+            self._guard(i, sink.write, {"step": int(step), **more})
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Logs one step's metrics.
@@ -345,7 +350,18 @@ class RunWriter:
         """
         if self._active:
             records = [{"step": int(step), **plain(dict(sample))} for sample in samples]
+            if step == self._resumed_at:
+                self._resumed_at = None
+                self._drop_evaluated(step)
             self._append("samples.jsonl", records)
+
+    def _drop_evaluated(self, step: int) -> None:
+        """Removes the samples of a step's evaluation, which is made again."""
+        before = read_jsonl(self.dir / "samples.jsonl")
+        rest = [r for r in before if (r.get("step"), r.get("split")) != (step, "eval")]
+        if len(rest) < len(before):
+            with contextlib.suppress(OSError):  # a full disk; then they stand there twice
+                self._rewrite("samples.jsonl", rest)
 
     def write_summary(self, summary: Mapping[str, Any]) -> dict[str, Any]:
         """Writes ``summary.json`` atomically, and returns its content.
@@ -396,6 +412,15 @@ class RunWriter:
         else:
             if not self._pending:
                 self._fault = None
+
+    def sync(self) -> None:
+        """Has the system write the logs to the disk, which it may put off for half a minute."""
+        if not self._active:
+            return
+        with waiting("logs to reach the disk"):
+            for name in ("metrics.jsonl", "samples.jsonl"):
+                with contextlib.suppress(OSError), (self.dir / name).open("rb") as file:
+                    os.fsync(file.fileno())
 
     @property
     def unwritten(self) -> dict[str, str]:

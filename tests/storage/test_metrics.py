@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 
 from jrl.config import load_config
 from jrl.errors import StorageError, UserError
+from jrl.storage import metrics
 from jrl.storage.metrics import (
     RunWriter,
     check_run_dir,
@@ -18,6 +20,7 @@ from jrl.storage.metrics import (
     read_summary,
     write_atomic,
 )
+from jrl.storage.sinks import Sink
 
 
 def config_in(directory, *overrides):
@@ -83,6 +86,46 @@ def test_a_run_directory_holds_what_scripts_read(tmp_path):
         "samples.jsonl",
         "summary.json",
     ]
+
+
+def test_samples_of_an_evaluation_that_is_made_again_replace_the_first_ones(tmp_path):
+    def evaluated(text):
+        return [{"completion": text, "split": "eval"}] * 2
+
+    config = config_in(tmp_path)
+    writer = RunWriter(config)
+    for step in (1, 2):
+        writer.write(step, {"loss": 0.5})
+    writer.write_samples(2, [{"completion": "trained", "split": "train"}])
+    writer.write_samples(2, evaluated("first"))
+    again = RunWriter(config)
+    again.truncate_after(2)
+    again.write_samples(2, evaluated("second"))
+    again.write_samples(3, evaluated("later"))
+    texts = [r["completion"] for r in strict(tmp_path / "samples.jsonl")]
+    assert texts == ["trained", "second", "second", "later", "later"]
+
+
+def test_logs_are_on_the_disk_when_a_checkpoint_is(tmp_path, monkeypatch):
+    synced = set()
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.readlink(f"/proc/self/fd/{file}")))
+    writer = RunWriter(config_in(tmp_path))
+    writer.sync()  # nothing is sampled yet
+    writer.write_samples(1, [{"completion": "a"}])
+    synced.clear()
+    writer.sync()
+    assert synced == {str(tmp_path / f"{name}.jsonl") for name in ("metrics", "samples")}
+
+
+def test_an_evaluation_that_is_made_up_for_reaches_the_trackers(tmp_path, monkeypatch):
+    got = []
+    sink = Sink("T", lambda numbers, step: got.append((step, numbers)), lambda: None)
+    monkeypatch.setattr(metrics, "open_sinks", lambda config, directory: [sink])
+    writer = RunWriter(config_in(tmp_path))
+    writer.write(1, {"loss": 0.5})
+    writer.add_to_record(1, {"eval/accuracy": np.float32(0.25)})
+    assert got == [(1, {"loss": 0.5}), (1, {"eval/accuracy": 0.25})]
+    assert strict(tmp_path / "metrics.jsonl")[1] == {"step": 1, "loss": 0.5, "eval/accuracy": 0.25}
 
 
 def test_a_resumed_run_drops_the_steps_it_runs_again(tmp_path):
