@@ -15,7 +15,7 @@ from jrl.models import hf
 from jrl.models.hf.peft import save_adapters
 from jrl.models.tokenizer import CharTokenizer
 from jrl.run.model_card import base_name, model_card, write_card
-from jrl.setup.adapters import lora_of, plain_policy
+from jrl.setup.adapters import is_base_kept, lora_of, plain_policy
 from jrl.train import build
 
 
@@ -75,8 +75,8 @@ def export_run(
         params = jax.device_get(params)
     card = model_card(config, step=step, name=name or directory.name, adapters=adapters)
     if adapters and lora is not None:
-        base = config.model.path
-        if name is not None and hub_name(base or "") is None:
+        base = None if is_base_kept(config) else config.model.path
+        if base and name is not None and hub_name(base) is None:
             base = base_name(config)  # a path of this machine is not for the Hub
         save_adapters(directory, run.model, params, lora=lora, base=base)
         write_card(directory, card)

@@ -1,8 +1,8 @@
 """Runs that train adapters on a frozen base: what is kept in their checkpoints, and what is not.
 
 A checkpoint holds the adapters and their moments. The base is read again from ``model.path``; one
-that is nowhere else, because the run began with random weights, is written to ``base/`` in the run
-directory once.
+that is nowhere else, because the run began with random weights or a warm start changed it, is
+written to ``base/`` in the run directory once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jrl.models.config import ModelConfig
 from jrl.models.hf.peft import load_adapters
 from jrl.models.lora import Lora, with_adapters
 from jrl.storage.checkpoints import Checkpoints
-from jrl.storage.integrity import checksum
+from jrl.storage.integrity import checksums
 from jrl.types import (
     NOTHING,
     Network,
@@ -95,10 +95,8 @@ def with_base(state: TrainState, base: Params) -> TrainState:
 
 def base_checksum(base: Params) -> int:
     """One number that tells a base from another; see ``integrity.checksum``."""
-    return zlib.crc32(np.asarray(_checksum(base)).tobytes())
-
-
-_checksum = jax.jit(checksum)
+    leaves = {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(base))}
+    return zlib.crc32(np.array([*checksums(leaves).values()], np.uint32).tobytes())
 
 
 def check_base(config: Config, base: Params, expected: int | None) -> int:
@@ -110,6 +108,11 @@ def check_base(config: Config, base: Params, expected: int | None) -> int:
             "its adapters belong to those; put them back, or start again in another run.dir"
         )
     return checksum
+
+
+def is_base_kept(config: Config) -> bool:
+    """Whether the run directory is the one place that has the run's base."""
+    return config.model.path is None or config.warmup.steps > 0
 
 
 def has_base(config: Config) -> bool:
@@ -124,16 +127,17 @@ def save_base(config: Config, base: Params) -> None:
 
 
 def load_base(config: Config, network: Network, layout: Params) -> Params:
-    """A run's frozen base, from ``model.path`` or its run directory.
+    """A run's frozen base, from ``model.path`` or its run directory; see ``is_base_kept``.
 
     Args:
-      config: the run's, with ``run.dir`` unless it starts from ``model.path``.
+      config: the run's, with ``run.dir``.
       network: its policy, with a ``split``.
       layout: where its leaves shall lie; see ``Checkpoints.restore``.
     """
     assert network.extras.split is not None
-    if config.model.path is None:
+    if is_base_kept(config):
         return Checkpoints(_directory(config), 1).restore({BASE: layout})[0][BASE]
+    assert config.model.path is not None
     _, params = hf.open_checkpoint(config.model.path, dtype=config.model.param_dtype)
     base = _frozen_base(config, network, params)
     if isinstance(jax.tree.leaves(layout)[0], np.ndarray):
@@ -151,14 +155,14 @@ def _frozen_base(config: Config, network: Network, params: Params) -> Params:
 
 def keep_base(config: Config, base: Params) -> int:
     """Writes a base that is nowhere else to the run directory, once; its checksum."""
-    if config.model.path is None and not has_base(config):
+    if is_base_kept(config) and not has_base(config):
         save_base(config, base)
     return base_checksum(base)
 
 
 def with_kept_base(config: Config, network: Network, state: TrainState) -> TrainState:
-    """The state with the base of a run that began with random weights, from its directory."""
-    if config.model.path is not None:
+    """The state with the base that the run directory keeps, if it does."""
+    if not is_base_kept(config):
         return state
     return with_base(state, load_base(config, network, state.frozen["base"]))
 
@@ -186,16 +190,21 @@ def restore_policy(
 
     Returns:
       (policy, what ``also`` asked for).
+
+    Raises:
+      UserError: no such checkpoint, or adapters of another base than ``model.path`` holds now.
     """
     trained, base = layout, None
     if network.extras.split is not None:
         trained, base = network.extras.split.split(layout)
     template = dict(also) | {"params": {"policy": trained, **also.get("params", {})}}
     saved = Checkpoints(Path(config.run.dir or "") / "checkpoints", 1)
-    restored, _ = saved.restore(template, checkpoint, subset=True)
+    restored, extra = saved.restore(template, checkpoint, subset=True)
     policy = restored["params"].pop("policy")
     if network.extras.split is not None:
-        policy = network.extras.split.join(policy, load_base(config, network, base))
+        base = load_base(config, network, base)
+        check_base(config, base, extra.get("base"))
+        policy = network.extras.split.join(policy, base)
     return policy, restored
 
 

@@ -31,8 +31,11 @@ from jrl.serving.launch import served_policy
 from jrl.setup.adapters import (
     base_checksum,
     check_base,
+    keep_base,
+    load_base,
     lora_of,
     policy_of,
+    restore_policy,
     start_params,
     with_base,
     without_base,
@@ -299,6 +302,39 @@ def test_a_run_of_adapters_resumes_bit_for_bit_and_is_exported(tmp_path, monkeyp
     compiled = run("compiled", 4, "train.mode=compiled", "checkpoint.every=4")[2]
     for a, b in zip(compiled, full, strict=True):
         np.testing.assert_allclose(a["loss"], b["loss"], atol=1e-5)
+
+
+def test_the_base_after_a_warm_start_is_kept_with_the_run(tmp_path):
+    """It is not that of model.path, from which alone a resumed or exported run would read it."""
+    network = with_adapters(transformer(CONFIG), CONFIG, LORA)
+    _, base = network.extras.split.split(jax.device_get(network.init(jax.random.key(0))))
+    place = f"run.dir={json.dumps(str(tmp_path))}"
+    config = load_config(None, ["data.task=sequence", "model.path=DIR", "lora.rank=2", place])
+    keep_base(config, base)
+    assert not (tmp_path / "base").exists()  # the checkpoint has it
+    warmup = config.warmup.model_copy(update={"steps": 1})
+    config = config.model_copy(update={"warmup": warmup})
+    keep_base(config, base)
+    assert_equal(load_base(config, network, base), base)
+
+
+def test_adapters_are_not_read_onto_another_base_than_theirs(tmp_path):
+    network = with_adapters(transformer(CONFIG), CONFIG, LORA)
+    policy = jax.device_get(network.init(jax.random.key(0)))
+    trained, base = network.extras.split.split(policy)
+    hf.save(tmp_path / "model", CONFIG, base)
+    names = {"model.path": tmp_path / "model", "run.dir": tmp_path / "run"}
+    changes = [f"{key}={json.dumps(str(path))}" for key, path in names.items()]
+    config = load_config(None, ["data.task=sequence", "lora.rank=2", "lora.alpha=4.0", *changes])
+    notes = {"base": base_checksum(base)}
+    with Checkpoints(tmp_path / "run" / "checkpoints", 1) as store:
+        store.save(0, {"params": {"policy": trained}}, extra=notes)
+    assert_equal(restore_policy(config, network, policy)[0], policy)
+    hf.save(tmp_path / "other", CONFIG, jax.tree.map(lambda x: x + 1, base))
+    weights = "model.safetensors"
+    (tmp_path / "other" / weights).replace(tmp_path / "model" / weights)
+    with pytest.raises(UserError, match="holds other weights than when the run began"):
+        restore_policy(config, network, policy)
 
 
 def test_adapters_of_another_run_are_where_a_run_starts(tmp_path):
