@@ -13,7 +13,7 @@ from typing import Any
 
 from jrl.config.read import build_config, load_config
 from jrl.config.tables import Config
-from jrl.config.write import config_hash, flatten, may_differ
+from jrl.config.write import config_hash, flatten, keys_of_servers, may_differ
 from jrl.errors import UserError
 
 _LONGEST = 1 << 24
@@ -115,11 +115,13 @@ def differences(old: Config, new: Config, old_label: str, label: str) -> list[st
       label: text after values of the second.
     """
     before, after = flatten(old), flatten(new)
+    free = keys_of_servers(old) & keys_of_servers(new)
     lines = [
         f"{key} = {before.get(key)!r} {old_label}, {after.get(key)!r} {label}"
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key)
         and not may_differ(key)
+        and key not in free
         and not (key == "model.remat" and after[key] == "auto")  # the run keeps its choice
     ]
     scheduled = after["optimizer.schedule"] != "constant"

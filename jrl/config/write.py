@@ -33,12 +33,19 @@ def flatten(config: Config) -> dict[str, Any]:
 
 
 def config_hash(config: Config) -> str:
-    """12 hex digits that name the experiment: every key but ``run.*`` and ``train.steps``."""
-    fixed = {k: v for k, v in flatten(config).items() if not may_differ(k)}
+    """12 hex digits that name the experiment: all keys but those that may differ on resume."""
+    free = keys_of_servers(config)
+    fixed = {k: v for k, v in flatten(config).items() if not may_differ(k) and k not in free}
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:12]
 
 
-_FREE_TABLES = ("run.", "log.", "checkpoint.", "mesh", "sampling.mesh", "reward_pool.", "watch.")
+_FREE_TABLES = (
+    *("run.", "log.", "checkpoint.", "mesh", "sampling.mesh", "reward_pool.", "watch.", "plan."),
+)
+_OF_SERVERS = (
+    *("url", "key_variable", "at_once", "timeout", "seconds", "retries", "requests_per_minute"),
+    "cache",
+)
 _FREE = ("train.steps", "eval.every", "model.attention", "train.wait_seconds", "watch")
 
 
@@ -49,6 +56,20 @@ def may_differ(key: str) -> bool:
     when; and ``train.steps``, the end of the run.
     """
     return key.startswith(_FREE_TABLES) or key in _FREE
+
+
+def keys_of_servers(config: Config) -> frozenset[str]:
+    """Dotted keys of judges behind an API that a resumed run may have other values of.
+
+    They say where and how a server is asked, which has another address after each of its own
+    restarts. The model and the questions stay those of the run.
+    """
+    judges = [
+        name
+        for name, part in config.rewards.items()
+        if (part.function or name) == "judge" and part.options.get("url")
+    ]
+    return frozenset(f"rewards.{name}.{key}" for name in judges for key in _OF_SERVERS)
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

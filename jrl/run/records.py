@@ -14,6 +14,7 @@ import jax
 
 from jrl.collect.sources import Groups
 from jrl.collect.sources_given import sizes_of
+from jrl.config.stored import stored_config
 from jrl.errors import Overdue, RunStopped, StorageError, UserError, unknown_choice
 from jrl.evaluate import Evaluator
 from jrl.evaluate.pairs import JudgedEvaluator
@@ -31,6 +32,7 @@ from jrl.setup.adapters import (
     with_kept_base,
     without_base,
 )
+from jrl.setup.objective import check_total_steps
 from jrl.setup.run import Run
 from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.integrity import first_nonfinite
@@ -133,7 +135,8 @@ class RunRecords:
         resuming = first_says(check_run_dir(run.config))  # refuses before anything is written
         contents = contents_of(run)
         check_same("files", contents)
-        if resuming:
+        if resuming and (stored := stored_config(Path(run.config.run.dir or ""))) is not None:
+            check_total_steps(stored[0], run.config)
             check_contents(run.config.run.dir or "", contents)
         stack.enter_context(run_lock(run.config.run.dir or ""))
         self._writer = RunWriter(run.config, mesh=dict(run.mesh.shape), contents=contents)

@@ -35,6 +35,9 @@ COMMON: Mapping[str, Coefficient] = {
 }
 """Coefficients that the run reads where the method has none of that name."""
 
+_TOTAL = "total_steps"
+"""Coefficient of methods with a schedule over the run; all training steps unless set."""
+
 _MOST_EPOCHS = 1000
 """More are a mistake: a step would not end, and no update would be near the policy that drew."""
 
@@ -60,7 +63,7 @@ def method_of(config: Config, new_tokens: int | None = None) -> Method:
     published = find_method(config.method)
     common, coefficients = _coefficients(config, published)
     limit = new_tokens or config.sampling.max_new_tokens
-    defaults = {"max_tokens": limit, "total_steps": config.train.steps}
+    defaults = {"max_tokens": limit, _TOTAL: config.train.steps}
     coefficients = {k: v for k, v in defaults.items() if k in published.coefficients} | coefficients
     method = _corrected(config, published, common, coefficients)
     if "epochs" in common:
@@ -74,6 +77,23 @@ def method_of(config: Config, new_tokens: int | None = None) -> Method:
         method = method.plus(entropy_bonus(coef))
     method = _of_players(method, common)
     return _in_trees(config, method)
+
+
+def check_total_steps(before: Config, now: Config) -> None:
+    """Raises UserError where a method's schedule over all steps would be another one on resume.
+
+    Args:
+      before: the configuration that the run began with.
+      now: that it is to be resumed with.
+    """
+    scheduled = _TOTAL in find_method(now.method).coefficients and _TOTAL not in now.objective
+    if scheduled and before.train.steps != now.train.steps:
+        raise UserError(
+            f"run.dir = {now.run.dir!r}: train.steps = {before.train.steps} there,"
+            f" {now.train.steps} now: the schedule of method = {now.method!r} ends at the last step"
+            f" unless objective.{_TOTAL} is set from the beginning; name another directory, or"
+            " restore train.steps"
+        )
 
 
 def _of_players(method: Method, common: Mapping[str, Any]) -> Method:

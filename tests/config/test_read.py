@@ -16,6 +16,7 @@ from jrl.config import (
     may_differ,
 )
 from jrl.config.explain import RENAMED
+from jrl.config.stored import differences
 from jrl.errors import UserError
 
 SHIPPED = sorted(Path(__file__).parents[2].glob("configs/*.toml"))
@@ -192,6 +193,23 @@ def test_devices_of_its_own_are_no_other_experiment_unless_the_policy_lags():
     base = config_hash(load_config(None))
     assert config_hash(load_config(None, ["placement={}", "sampling.mesh.data=2"])) == base
     assert config_hash(load_config(None, ["placement.staleness=1"])) != base
+
+
+def test_the_server_of_a_judge_may_move_and_its_model_stays():
+    def judged(url, *more, function="judge"):
+        part = f"rewards.good={{function='{function}', url='{url}', model='m'}}"
+        return load_config(None, ["data.train=rows.jsonl", part, *more])
+
+    began, moved = judged("http://a:8000/v1"), judged("http://b:8000/v1", "rewards.good.retries=9")
+    assert differences(began, moved, "there", "now") == []
+    assert config_hash(began) == config_hash(moved)
+    for other in (
+        judged("http://a:8000/v1", "rewards.good.model=n"),
+        judged(""),
+        judged("http://b:8000/v1", function="mine.py:reward"),
+    ):
+        assert differences(began, other, "there", "now")
+        assert config_hash(began) != config_hash(other)
 
 
 @pytest.mark.parametrize("key", RENAMED)
