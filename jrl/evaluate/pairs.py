@@ -28,8 +28,10 @@ from jrl.types import Array, Batch, TrainState
 Measure = Callable[[TrainState, Batch, SamplingParams], Pairs]
 """(state, batch, distribution) -> (sum, count) by name."""
 
-SHOWN = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
-"""Metrics reported for held-out groups, if the method has them."""
+TERM = "term:"
+"""Prefix of the loss's terms among the metrics of a batch."""
+SHOWN = ("accuracy", "margin", "chosen_reward", "rejected_reward")
+"""Metrics reported for held-out groups beside the loss, if the method has them."""
 
 
 def make_measure(parts: Parts) -> Measure:
@@ -39,8 +41,9 @@ def make_measure(parts: Parts) -> Measure:
       parts: those of the training step; its optimizer is not read.
 
     Returns:
-      The function. It returns (sum, count) by name, which add up over batches: "loss" over
-      batches, the surrogate's metrics over tokens, sequences or groups. No gradient is computed.
+      The function. It returns (sum, count) by name, which add up over batches: the terms of the
+      loss, their names after ``TERM``, and the surrogate's metrics over tokens, sequences or
+      groups. No gradient is computed.
     """
     objective, at_once = parts.objective, parts.minibatches * parts.microbatches
 
@@ -51,8 +54,7 @@ def make_measure(parts: Parts) -> Measure:
         scoring = partial(_score, parts, policies, sampling_params)
         stats = batch.stats | in_parts(scoring, batch, at_once)
         terms, sums = policy_loss(objective, stats, batch, advantages, state.method)
-        loss = combine_terms(objective, terms, state.method)
-        return sums | {"loss": (loss, jnp.float32(1))}
+        return sums | {TERM + name: pair for name, pair in terms.items()}
 
     return measure
 
@@ -102,7 +104,11 @@ class JudgedEvaluator:
             sums = self._measure(state, place_batch(batch, self.run.mesh), self._sampling_params)
             for name, pair in sums.items():
                 totals[name] = jax.tree.map(jnp.add, totals.get(name, (0.0, 0.0)), pair)
-        metrics = {name: float(x) for name, x in summarise(totals).items() if name in SHOWN}
+        # Divided once, as in training: a mean over batches would weigh the pairs of the last one,
+        # which is smaller, more.
+        terms = {n.removeprefix(TERM): pair for n, pair in totals.items() if n.startswith(TERM)}
+        metrics = {"loss": float(combine_terms(self.run.method.objective, terms, state.method))}
+        metrics |= {name: float(x) for name, x in summarise(totals).items() if name in SHOWN}
         metrics["pairs"] = float(len(judged))
         if "accuracy" in metrics:  # of pairs; that of a task's problems has the name for itself
             accuracy = metrics["pair_accuracy"] = metrics.pop("accuracy")

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+import jrl.evaluate.pairs as held_out
 from jrl.collect.collector import Collector
 from jrl.collect.groups import Origin
 from jrl.collect.groups import place as placed
@@ -21,6 +22,7 @@ from jrl.config.tables import RewardTable
 from jrl.data.pairs import Judged
 from jrl.errors import UserError
 from jrl.evaluate.pairs import JudgedEvaluator
+from jrl.methods import get_method
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
@@ -202,8 +204,37 @@ def test_the_evaluation_counts_every_pair_once(dpo):
     full = measured(pairs_judged)
     assert full == pytest.approx(dpo[1]["eval_after"], abs=1e-5)
     alone = [measured([one]) for one in pairs_judged]
-    for name in ("pair_accuracy", "margin", "chosen_reward"):
+    for name in ("loss", "pair_accuracy", "margin", "chosen_reward"):
         assert full[name] == pytest.approx(np.mean([m[name] for m in alone]), abs=1e-5), name
+
+
+def test_the_held_out_loss_weighs_the_pairs_of_a_smaller_last_batch_as_all_others(monkeypatch):
+    """Three pairs in batches of two, with losses 1, 1 and 4."""
+    losses = {1: (2.0, 2.0), 2: (4.0, 1.0)}
+
+    class Rows(SimpleNamespace):
+        def replace(self, **changes):
+            return self
+
+    batch = Rows(members=np.ones((2, 2), bool), mask=np.ones((2, 2, 1), bool))
+    monkeypatch.setattr(held_out, "judged_batch", lambda rows, **sizes: batch)
+    monkeypatch.setattr(held_out, "place_batch", lambda batch, mesh: batch)
+    evaluator = object.__new__(JudgedEvaluator)
+    evaluator.run = SimpleNamespace(
+        data=SimpleNamespace(judged={"eval": [0, 1, 2]}),
+        config=SimpleNamespace(train=SimpleNamespace(prompts=2)),
+        mesh=None,
+        method=get_method("dpo"),
+    )
+    evaluator.sizes, evaluator._sampling_params, batches = BatchSizes(1, 2, 1), None, []
+
+    def measure(state, batch, sampling_params):
+        batches.append(batch)
+        return {f"{held_out.TERM}surrogate": losses[len(batches)]}
+
+    evaluator._measure = measure
+    state = SimpleNamespace(method=get_method("dpo").objective.init())
+    assert evaluator(state) == {"loss": 2.0, "pairs": 3.0}
 
 
 def test_a_reward_model_learns_the_order_of_held_out_pairs(rewarder):
