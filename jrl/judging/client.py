@@ -183,7 +183,7 @@ class JudgeClient:
     def _ask(self, question: Question, batch: QuestionBatch) -> tuple[str, Reply | None] | None:
         """(what is to be counted besides, the reply or None); None to ask again later."""
         name, entry, attempt = question[:3]
-        crowded, busy, retry_after = False, False, 0.0
+        crowded, busy, works, retry_after = False, False, False, 0.0
         try:
             if not self._pace.wait(batch):
                 return "judge_timeouts", None
@@ -198,6 +198,7 @@ class JudgeClient:
             if not _is_passing(error):
                 return "judge_failures", None
             busy = error.code in _TOO_MANY
+            works = batch.works_on_others(name, question.failed)
             if crowded and busy:
                 self._beside = 0
                 batch.narrow()
@@ -218,10 +219,10 @@ class JudgeClient:
             batch.returned(name)
         if batch.left() <= retry_after:
             return "judge_timeouts", None
-        # Where others are answered, it is a limit of rate, and not this question's fault.
+        # Where others are answered or under way, it is a limit of rate, not this question's fault.
         served = self._pace.answered > max(question.answered, 0)
-        question = question.again(self._pace.answered)
-        if busy and served:
+        question = question.again(self._pace.answered, time.monotonic())
+        if busy and (served or works):
             question = question._replace(attempt=attempt)
         elif attempt == self.table.retries:
             return "judge_failures", None

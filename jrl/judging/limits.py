@@ -27,6 +27,7 @@ class Question(NamedTuple):
       attempt: number of the request.
       in_vain: attempts before it, in a row, between which no other question was answered.
       answered: ``Pace.answered`` when the attempt before it failed; -1 for the first.
+      failed: when that was, of ``time.monotonic``; infinite for the first.
     """
 
     name: str
@@ -34,16 +35,19 @@ class Question(NamedTuple):
     attempt: int = 0
     in_vain: int = 0
     answered: int = -1
+    failed: float = math.inf
 
-    def again(self, answered: int) -> Question:
+    def again(self, answered: int, now: float) -> Question:
         """Its next attempt.
 
         Args:
           answered: ``Pace.answered`` of now. Where others were answered since the last failure, it
             is not the judge that has to recover.
+          now: time of its failure, of ``time.monotonic``.
         """
         in_vain = self.in_vain + 1 if self.answered == answered else 0
-        return self._replace(attempt=self.attempt + 1, in_vain=in_vain, answered=answered)
+        attempt = self.attempt + 1
+        return self._replace(attempt=attempt, in_vain=in_vain, answered=answered, failed=now)
 
 
 COUNTS = (
@@ -139,6 +143,16 @@ class QuestionBatch:
             self._sent[name] = time.monotonic()
             self._changed.notify_all()
             return len(self._sent) > self._at_once
+
+    def works_on_others(self, name: str, since: float) -> bool:
+        """Whether a request has been under way since before the last failure of this question.
+
+        Where it has not failed yet, since before it was sent. Requests that are all refused do not
+        last so long.
+        """
+        with self._changed:
+            since = min(since, self._sent[name])
+            return any(sent < since for sent in self._sent.values())
 
     def replied(self, name: str) -> None:
         """Notes that a reply came; by the time of these others are overdue."""

@@ -1,7 +1,7 @@
 """The client of judges against a server that is slow, down, limited, broken, or lies."""
 
-import collections
 import contextlib
+import math
 import socket
 import threading
 import time
@@ -246,18 +246,61 @@ def test_the_cache_is_one_of_several_clients(tmp_path):
 
 def test_a_limit_of_rate_costs_no_question_its_attempts():
     """Others are answered meanwhile, so that it is not the question's fault."""
-    refused = collections.Counter()
+    arrived, others = threading.Condition(), []
+    refusals = []
 
     def answer(body, number):
         text = body["messages"][-1]["content"]
-        refused[text] += 1
-        return (429, {}, "") if refused[text] <= 6 and text in "01" else "Score: 5"
+        with arrived:
+            if text == "0" and len(refusals) < 6:
+                # At most three are under way beside it, so that the fourth comes after a reply.
+                last = len(others) + 4
+                arrived.wait_for(lambda: len(others) >= last, 60)
+                refusals.append(text)
+                return 429, {}, ""
+            others.append(text)
+            arrived.notify_all()
+        return "Score: 5"
 
     texts = [str(i) for i in range(40)]
     with judge_server(answer) as (url, _):
         verdicts, counts = client(url, at_once=2, retries=2).verdicts(questions(*texts))
     assert verdicts == [0.5] * len(texts)
-    assert not counts["judge_failures"]
+    counted(counts, calls=46, retries=6)
+
+
+def test_a_judge_that_works_on_a_long_reply_and_refuses_others_is_not_given_up():
+    """Its first reply comes after more refusals than a question has attempts."""
+    arrived, refused = threading.Event(), threading.Event()
+    refusals = []
+
+    def answer(body, number):
+        if body["messages"][-1]["content"] == "long":
+            arrived.set()
+            refused.wait(60)
+            return "Score: 5"
+        arrived.wait(60)
+        if len(refusals) < 6:
+            refusals.append(429)
+            return 429, {}, ""
+        refused.set()
+        return "Score: 5"
+
+    with judge_server(answer) as (url, _):
+        mine = client(url, at_once=2, retries=2)
+        verdicts, counts = mine.verdicts(questions("long", "short"))
+    assert verdicts == [0.5, 0.5]
+    counted(counts, calls=8, retries=6)
+
+
+def test_others_that_were_sent_later_do_not_show_that_a_judge_works():
+    batch = QuestionBatch(4, 0)
+    batch._sent = {"a": 5.0, "b": 6.0, "c": math.inf}  # "c" is about to be sent
+    assert not batch.works_on_others("a", math.inf)
+    assert batch.works_on_others("b", math.inf)
+    assert not batch.works_on_others("b", 4.0)  # what was sent since it failed may be refused, too
+    assert batch.works_on_others("b", 5.5)
+    assert judge_limits.Question("b", None).again(0, 7.0).failed == 7.0
 
 
 def closed_port():
