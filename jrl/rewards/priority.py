@@ -16,8 +16,8 @@ def set_priority(pid: int, level: int) -> bool:
       level: 0, or ``LOWEST``; the way back takes the rights of an administrator.
     """
     try:
-        if not waited_seconds(pid):
-            return False  # its time limit could not take account of it
+        if not _nanoseconds(pid)[0]:
+            return False  # nothing is known of it: its time limit could not take account of it
         os.setpriority(os.PRIO_PGRP, pid, level)
         # Where each session is a group of the scheduler's (autogroup of ``man sched``), priorities
         # of processes matter in their group alone, and the group has one of its own.
@@ -36,9 +36,18 @@ def waited_seconds(pid: int) -> float:
 
     0 where it has ended, or the system does not say.
     """
-    waited = 0
+    return _nanoseconds(pid)[1] / 1e9
+
+
+def _nanoseconds(pid: int) -> tuple[int, int]:
+    """Times that the threads of a process ran, and waited for a processor.
+
+    A process that never waited has run; where neither is known, the system does not say.
+    """
+    ran = waited = 0
     with contextlib.suppress(OSError, IndexError, ValueError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/schedstat", encoding="ascii") as file:
-                waited += int(file.read().split()[1])
-    return waited / 1e9
+                times = file.read().split()
+                ran, waited = ran + int(times[0]), waited + int(times[1])
+    return ran, waited

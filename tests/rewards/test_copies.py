@@ -1,5 +1,7 @@
 """Processes that take the place of others: copies, and calls that hang beside those that do not."""
 
+import io
+import os
 import pathlib
 import pickle
 import random
@@ -11,7 +13,7 @@ import types
 import numpy as np
 import pytest
 
-from jrl.rewards import Sample, make_reward
+from jrl.rewards import Sample, make_reward, priority
 from jrl.rewards.pool import RewardPool
 from jrl.rewards.starting import Processes
 from jrl.rewards.worker import pickled_call
@@ -169,3 +171,22 @@ def test_time_that_a_call_waited_behind_others_does_not_count(processes, monkeyp
     assert worker.charged_seconds(20.0) == 11.0
     worker.kill()
     assert worker.ended(10.0)
+
+
+@pytest.mark.parametrize(
+    ("times", "known"), [("5000 0 1", True), ("5000 70 2", True), ("0 0 0", False)]
+)
+def test_a_process_that_never_waited_can_be_put_behind(monkeypatch, times, known):
+    """Only where the system says nothing of it is its priority left as it is."""
+
+    def opened(name, *args, **options):
+        if str(name).endswith("schedstat"):
+            return io.StringIO(times)
+        return open(name, *args, **options)
+
+    set_levels = []
+    monkeypatch.setattr(priority, "open", opened, raising=False)
+    monkeypatch.setattr(os, "setpriority", lambda *call: set_levels.append(call))
+    monkeypatch.setattr(os, "listdir", lambda place: ["1"])
+    assert priority.set_priority(99999999, priority.LOWEST) == known
+    assert len(set_levels) == known
