@@ -9,11 +9,12 @@ at its end), is the first of these that it can be:
              | quantity "(" quantity ")"    4 (four)
     one      = date | time | quantity | choice | sequence | range | list | words | expression
     date     = [day of the week] March 5, 2024 | 5 March | 2024-03-05 | 3/5/2024
-    time     = 3:30 [AM | PM] | 3 PM | 15:30 | noon;  a:b is a ratio too
+    time     = 3:30 [AM | PM] | 3 PM | 15:30 | noon;  a:b is a ratio too, as is 15:20 beside 3:4
     quantity = number [unit], in jrl.rewards.quantities:  2 1/2 | $1,200 | 50% | 3 dozen eggs
     based    = digits "_" base              1011_2
     choice   = "(" letter ")" [one]         (B) 12; either part may be missing on one side
     sequence = brackets around ones         (1, 2] | {1, 2} | (0, 1) \cup (2, 3) | 1 < x <= 2
+             | inequality "and" another     x > 1 and x < 3, which is 1 < x < 3
              | {name "|" inequality}        {x | x > 2}, which is (2, \infty)
              | \mathbb{R}                   all real numbers
     range    = one ("to" | "-") one         10 to 20, the same as [10, 20]
@@ -113,6 +114,8 @@ class Measured(NamedTuple):
     unit: Unit
 
 
+_INFINITE = Expression(r"-\infty"), Expression(r"\infty")
+
 Answer = Measured | Quantity | Words | Expression | Based | Colon | Date | Choice | Named | Items
 
 _MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
@@ -156,6 +159,7 @@ _NAMES = (
 _NAME = re.compile(rf"({'|'.join(_NAMES)})\s?(?:=|\\in(?![a-z])|:=)\s?([^=]+)$")
 _ORDER = re.compile(r"\s*(\\le(?![a-z])|\\ge(?![a-z])|\\lt|\\gt|<|>)\s*")
 _ITEM = r"-?\$?\d+(?:,\d{3})*(?:\.\d+)?(?:\s?(?:%|(?!to\b|and\b)[a-zA-Z]+))?"
+_OR = re.compile(r"\bor\b|\\lor(?![a-z])")
 _PLUS_MINUS = re.compile(r"\\pm(?![a-z])")
 _REALS = re.compile(
     r"\\mathbb\s?\{?\s?R\s?\}?|(?:all )?(?:the )?(?:real numbers|reals)", re.IGNORECASE
@@ -240,7 +244,8 @@ def _compound(text: str, commas: bool, depth: int) -> Answer | None:
         return span
     parts = re.split(r",", text) if commas else split_list(text)
     if 1 < len(parts) <= MOST_ITEMS and not re.search(r"\\l?dots|\.\.\.|\u2026|\\begin", text):
-        return _listed([inner(bare(part)) for part in parts])
+        listed = _listed([inner(bare(part)) for part in parts])
+        return listed if _OR.search(text) else _both(listed)
     parts = re.split(r"(?<=[a-z])\s+(?=\d)", text)  # 3 hours 20 minutes
     if len(parts) > 1:
         quantities = [read_quantity(part) for part in parts]
@@ -301,7 +306,7 @@ def _sequence(text: str, depth: int) -> Items | Answer | None:
     """Value of a bracketed text, a union of such, or a chain of inequalities."""
     inner = functools.partial(read, depth=depth + 1)
     if _REALS.fullmatch(text):
-        return Items("()", (Expression(r"-\infty"), Expression(r"\infty")))
+        return Items("()", _INFINITE)
     pieces = re.split(r"\s*\\cup(?![a-z])\s*|(?<=[)\]])\s+U\s+(?=[(\[])", text)
     if len(pieces) > 1 and all(pieces):
         return Items("cup", tuple(inner(bare(piece)) for piece in pieces))
@@ -345,6 +350,25 @@ def _inequality(text: str, inner: Callable[[str], Answer]) -> Answer | None:
     left = "[" if place and closed[place - 1] else "("
     right = "]" if place + 1 < len(terms) and closed[place] else ")"
     return Named(plain_words(name), Items(left + right, (inner(bare(low)), inner(bare(high)))))
+
+
+def _both(listed: Items | Named) -> Items | Named:
+    """1 < x < 3 for x > 1 and x < 3; anything else, such as x < 1 and x > 3, is a list."""
+    rays = listed.value.items if isinstance(listed, Named) and _is_list(listed.value) else ()
+    if len(rays) != 2 or not all(isinstance(x, Items) and len(x.items) == 2 for x in rays):
+        return listed
+    first, second = rays
+    above, below = (first, second) if first.items[1] == _INFINITE[1] else (second, first)
+    (low, no_limit), (no_least, high) = above.items, below.items
+    if (no_least, no_limit) != _INFINITE or not all(isinstance(x, Quantity) for x in (low, high)):
+        return listed
+    if not (low.value < high.value and low.unit == high.unit and low.percent == high.percent):
+        return listed
+    return Named(listed.name, Items(above.brackets[0] + below.brackets[1], (low, high)))
+
+
+def _is_list(answer: Answer) -> bool:
+    return isinstance(answer, Items) and answer.brackets == ""
 
 
 def _is_name(term: str) -> bool:

@@ -22,7 +22,7 @@ from jrl.rewards.answers import (
 )
 from jrl.rewards.markup import LONGEST, MOST_ITEMS, bare, clean, split_list
 from jrl.rewards.quantities import Quantity, read_quantity
-from jrl.rewards.units import NO_UNIT, fits, read_unit
+from jrl.rewards.units import NO_UNIT, Unit, fits, read_unit
 
 _LAKHS = re.compile(r"\D{0,4}\d{1,2}(?:,\d{2})+,\d{3}(?![\d,])")
 """Digits in the groups of India."""
@@ -45,6 +45,10 @@ _SIGNS = re.compile(r"[<>≤≥]|\\(?:le|ge|lt|gt|ne|leq|geq|in|pm)(?![a-z])")
 _UP = re.compile(r"\b(?:profit|gain|increased?|rise|surplus|above|more)\b", re.IGNORECASE)
 _DOWN = re.compile(r"\b(?:loss|decreased?|drop|fall|deficit|below|less|fewer)\b", re.IGNORECASE)
 """Words behind a number that are no unit, and turn it round."""
+
+_QUARTERS = re.compile(r"(\d{1,9}) quarters?")
+_QUARTER = Unit((("quarter", 1),))
+"""3 quarters are 0.75, and 3 coins or seasons: nobody but the question says which."""
 
 Checker = Callable[[str, str], bool]
 """(expected, answer), two expressions -> whether they are equal."""
@@ -81,6 +85,15 @@ def same(answer: str, expected: str, tolerance: float = 1e-6, check: Checker | N
         or (_is_equation(a, left) and _is_equation(b, right))
     ):
         return check(right, left)
+    if {type(a), type(b)} == {Quantity, Expression} and _joined(left) == _joined(right):
+        return True  # 5 m beside 5m
+    counted = [_QUARTERS.fullmatch(text) for text in (left, right)]
+    if any(counted) and isinstance(a, Quantity) and isinstance(b, Quantity):
+        a, b = (
+            Quantity(Fraction(match[1]), _QUARTER) if match else x
+            for match, x in zip(counted, (a, b), strict=True)
+        )
+        return comparison(a, b)
     # 1,234 beside 1, 234
     commas = re.compile(r"\d,\d")
     if _is_bare(a) and isinstance(b, Quantity) and commas.search(right):
@@ -241,8 +254,9 @@ class _Comparison:
         if isinstance(a, Colon) and isinstance(b, Colon):
             if a.is_time and b.is_time:
                 return _same_time(a, b)
-            x, y = (tuple(p for p in c.parts) for c in (a, b))
-            if a.is_time != b.is_time or len(x) != len(y) or 0 in x + y:
+            # Where one is no time, both are ratios.
+            x, y = _ratio(a), _ratio(b)
+            if len(x) != len(y) or not x or 0 in x + y:
                 return False
             return all(p * y[0] == q * x[0] for p, q in zip(x, y, strict=True))
         colon, other = (a, b) if isinstance(a, Colon) else (b, a)
@@ -263,7 +277,8 @@ class _Comparison:
             if len(items.items) == 1 and items.brackets in ("", "{}"):
                 return self(items.items[0], other) if items is a else self(other, items.items[0])
             if items.brackets == "[]" and isinstance(other, Colon) and len(items.items) == 2:
-                return tuple(q.value for q in items.items if isinstance(q, Quantity)) == other.parts
+                ends = tuple(q.value for q in items.items if isinstance(q, Quantity))
+                return ends == _ratio(other)
             return False
         kinds = {a.brackets, b.brackets}
         if kinds == {"()", "[]"} or kinds == {"", "[]"}:
@@ -277,6 +292,8 @@ class _Comparison:
             return False
         if kinds <= {"", "{}", "cup"} or kinds == {"", "[]"}:
             sets = [dict.fromkeys(x.items) if x.brackets == "{}" else x.items for x in (a, b)]
+            if kinds == {""} and _in_order(a.items, b.items):
+                return len(a.items) == len(b.items) and all(map(self, a.items, b.items))
             return self._any_order(*map(list, sets))
         return len(a.items) == len(b.items) and all(map(self, a.items, b.items))
 
@@ -309,9 +326,14 @@ class _Comparison:
 
 def _unspaced(text: str) -> str:
     """An expression without spaces that say nothing, and with the same braces: x^2 is x^{2}."""
-    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", _folded(text))
+    text = _joined(_folded(text))
     text = re.sub(r"(?<![\^_])\{([A-Za-z])\}", r"\1", text)
     return re.sub(r"(?<=[\^_])(\d+|[A-Za-z])", r"{\1}", text)
+
+
+def _joined(text: str) -> str:
+    """A text without the spaces that no two numbers have between them."""
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
 
 
 def _folded(text: str) -> str:
@@ -339,6 +361,23 @@ def _mathematics(answer: Expression | Quantity) -> str | None:
         if value.denominator == 1
         else f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
     )
+
+
+def _ratio(colon: Colon) -> tuple[Fraction, ...]:
+    """The numbers of a ratio, which may look like a time; () for one that can be no ratio."""
+    if not colon.is_time or colon.parts[2]:
+        return colon.parts
+    return () if colon.half else colon.parts[:2]
+
+
+def _in_order(answers: Sequence[Answer], expected: Sequence[Answer]) -> bool:
+    """Whether values without names stand for several names: x = 1, y = 2.
+
+    Roots x_1 and x_2 have no order.
+    """
+    named = [x.name.partition("_")[0] for x in expected if isinstance(x, Named)]
+    names = {name.rstrip("0123456789") for name in named}
+    return len(names) == len(expected) and not any(isinstance(x, Named) for x in answers)
 
 
 def _same_time(a: Colon, b: Colon) -> bool:

@@ -65,6 +65,7 @@ _MARKS = [
     (r"\\langle(?![a-z])|\u27e8", "("),
     (r"\\rangle(?![a-z])|\u27e9", ")"),
     (r"\\varnothing|\u2205", r"\\emptyset "),
+    (r"\\pounds(?![a-zA-Z])\s?", "\u00a3"),
     (r"(?<![a-zA-Z\\])infinity(?![a-zA-Z])", r"\\infty "),
     (r"(?<![a-zA-Z\\])pi(?![a-zA-Z])", r"\\pi "),
     (r"\\log\s?_\s?(?:\{\s?e\s?\}|e(?![a-zA-Z]))", r"\\ln "),

@@ -15,7 +15,7 @@ _SPELLINGS = """
 m meter metre|km kilometer kilometre|cm centimeter centimetre|mm millimeter millimetre
 μm micrometer micrometre micron|nm nanometer nanometre
 in inch|ft foot feet|yd yard|mi mile|light-year lightyear
-g gram gramme gm|kg kilogram kilo kilogramme|mg milligram|lb pound lbs|oz ounce|ton tonne|stone
+g gram gramme gm|kg kilogram kilo kilogramme|mg milligram|lb lbs|pound|oz ounce|ton tonne|stone
 s second sec|ms millisecond|min minute|h hour hr|day|wk week|mo month|yr year|decade|century
 l L liter litre|ml mL milliliter millilitre|gal gallon|qt quart|pt pint|cup|tbsp tablespoon
 tsp teaspoon|floz
@@ -128,6 +128,7 @@ def _factors(text: str) -> tuple[tuple[str, int], ...] | None:
     text = re.sub(r"^(?:of )?(?:an?|the) ", "", text)
     text = re.sub(r"\b(?:fl|fluid)\.? (?:oz|ounces?)\b", "floz", text)
     text = re.sub(r"\blight years?\b", "lightyear", text)
+    text = re.sub(r"\bpounds? sterling\b", "sterling", text)
     words = re.findall(r"[A-Za-zμΩ°$€£¥₹₩¢-]+(?:\s?\^\s?-?\d|(?<=[a-z])[23]\b)?", text)
     powers: dict[str, int] = {}
     factor, last = 1, ""
@@ -172,11 +173,12 @@ def fits(unit: Unit, other: Unit) -> bool:
     """Whether two units can be of one answer: one may be missing, or say less than the other.
 
     "cups of sugar" fits "cups", "red apples" fits "apples", "degrees" fits "degrees
-    Celsius", "dollars per day" fits "dollars".
+    Celsius", "dollars per day" fits "dollars", and "pounds" fits both "lb" and "£".
 
     >>> fits(read_unit("km"), read_unit("")), fits(read_unit("km"), read_unit("cm"))
     (True, False)
     """
+    unit, other = _pounds(unit, other), _pounds(other, unit)
     if unit == other or NO_UNIT in (unit, other):
         return True
     if unit.below != other.below:
@@ -196,6 +198,17 @@ def fits(unit: Unit, other: Unit) -> bool:
         if longer not in _LISTED and shorter not in _LISTED:
             return longer.endswith(" " + shorter)
     return False
+
+
+def _pounds(unit: Unit, other: Unit) -> Unit:
+    """The unit with what "pound" is in the other one: a weight, or money."""
+    factors = {name.partition(" of ")[0] for name, _ in other.above + other.below}
+    meant = next((name for name in ("lb", "sterling") if name in factors), "pound")
+    above, below = (
+        tuple(sorted((re.sub(r"^pound(?=$| of )", meant, name), power) for name, power in part))
+        for part in unit
+    )
+    return Unit(above, below)
 
 
 def _measures(unit: Unit) -> bool:
