@@ -95,7 +95,7 @@ class Pending(NamedTuple):
 
 @dataclasses.dataclass
 class Clock:
-    """Seconds of ``time.monotonic``; time spent waiting for a slot does not count.
+    """Seconds of ``time.monotonic``; waiting for a slot and compiling do not count.
 
     Attributes:
       began: when the episode first took a slot; 0 before.

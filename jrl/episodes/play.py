@@ -137,10 +137,11 @@ class Scheduler:
             while self._strategy.advance(self) or self._calls:
                 # Slots first, then a chunk, then answers: an answer that arrives while the device
                 # decodes gets its slot before the next chunk.
-                self.slots.fill()
-                running = self.slots.running
-                if running:
-                    self._decode()
+                with self._compiling_uncounted():
+                    self.slots.fill()
+                    running = self.slots.running
+                    if running:
+                        self._decode()
                 for answer in self._arrived(wait=not running):
                     self._take(answer)
                 self._expire()
@@ -202,6 +203,18 @@ class Scheduler:
         self.end(episode, StopReason.TIMEOUT if timeout else StopReason.FAILED, reason)
 
     # ------------------------------------------------------------ decoding
+
+    @contextlib.contextmanager
+    def _compiling_uncounted(self) -> Iterator[None]:
+        """Inside, the clocks of episodes stand still where a program is compiled.
+
+        Programs are compiled where a shape comes up first, which can take minutes: a limit of
+        seconds would end all episodes under way for what is no fault of theirs.
+        """
+        began, compiled = time.monotonic(), self.rows.executables
+        yield
+        if self.rows.executables > compiled:
+            self.slots.delay(time.monotonic() - began)
 
     def _decode(self) -> None:
         """Samples a chunk, and hands ended turns to the strategy."""

@@ -60,6 +60,12 @@ class DecodeSlots:
         yield from [e for e in self.slots if e is not None]
         yield from list(self._away)
 
+    def delay(self, seconds: float) -> None:
+        """Takes seconds off the clocks that run."""
+        for episode in self.waiting():
+            episode.clock.began += seconds
+            episode.clock.turn_began += seconds
+
     # ------------------------------------------------------------ what happens to episodes
 
     def add(self, episode: Episode, limit: int, parent: Episode | None = None) -> None:

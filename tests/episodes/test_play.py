@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from functools import cache, partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -580,9 +581,13 @@ def test_an_async_function_that_blocks_the_loop_ends():
             release.wait(20)  # as a call that forgot to await
         return await env.step(state, reply)
 
+    def held(wait):  # so that both plays run the same programs
+        return WaitingPlace.HELD
+
+    play(env, count=6, choose=held)  # compiles
     before = threading.active_count()
     begin = time.monotonic()
-    rollout = play(env._replace(step=step), count=6)
+    rollout = play(env._replace(step=step), count=6, choose=held)
     assert time.monotonic() - begin < 15
     release.set()
     # With it went what the loop was to answer then: of the four slots, and four openings.
@@ -604,6 +609,29 @@ def test_deadlines_of_turns_and_episodes():
     rollout = play(counting_env(wait, episode_seconds=0.2, call_seconds=9), count=1, group=2)
     assert {t.stop for t in rollout.groups[0]} <= {StopReason.TIMEOUT, StopReason.DONE}
     assert rollout.counts["env_timeouts"] > 0
+
+
+def test_compiling_is_no_time_of_an_episode(monkeypatch):
+    passed, compiled = [0.0], [0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0])
+    monkeypatch.setattr("jrl.episodes.play.time", clock)
+    monkeypatch.setattr("jrl.episodes.slots.time", clock)
+    monkeypatch.setattr(Rows, "executables", property(lambda rows: compiled[0]))
+    decode = Rows.decode
+
+    def slow(compiles):
+        def decode_slowly(*arguments, **keywords):
+            passed[0], compiled[0] = passed[0] + 500, compiled[0] + compiles
+            return decode(*arguments, **keywords)
+
+        return decode_slowly
+
+    limits = {"turn_seconds": 400.0, "episode_seconds": 400.0, "call_seconds": 3000.0}
+    monkeypatch.setattr(Rows, "decode", slow(compiles=1))
+    assert all(t.alive for t in play(counting_env(**limits), count=1).groups[0])
+    monkeypatch.setattr(Rows, "decode", slow(compiles=0))
+    late = play(counting_env(**limits), count=1)
+    assert {t.stop for t in late.groups[0]} == {StopReason.TIMEOUT}
 
 
 def paying_late(earlier):
