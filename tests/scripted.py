@@ -5,7 +5,7 @@ import inspect
 
 import numpy as np
 
-from jrl.episodes.host import Reply, check_feedback, check_messages
+from jrl.episodes.host import Reply, check_feedback, check_opening
 
 
 def reply(text, turn=0, cut=False):
@@ -15,8 +15,8 @@ def reply(text, turn=0, cut=False):
 
 async def play_turns(env, turns, prompt, seed=0, cut=False):
     """(the opening messages, the feedback to each turn), checked as a run checks them."""
-    state, messages = await env.init(prompt, seed)
-    opening, feedbacks = check_messages(messages, env.limits), []
+    state, answer = await env.init(prompt, seed)
+    (opening, _), feedbacks = check_opening(answer, env.limits), []
     for number, text in enumerate(turns):
         state, feedback = await env.step(state, reply(text, number, cut))
         feedbacks.append(check_feedback(feedback, env.limits, len(env.parts), env.players))

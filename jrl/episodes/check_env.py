@@ -199,6 +199,8 @@ def _roles_in_source(episode: Callable[..., Any]) -> list[str]:
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
     call_method = type(function).__call__  # of an object whose __call__ is async
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call_method)
 

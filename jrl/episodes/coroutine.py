@@ -35,7 +35,6 @@ from jrl.episodes.host import (
     Reply,
 )
 from jrl.episodes.policy import Outcome, Policy, Turn, roles
-from jrl.models.chat_frames import Message
 from jrl.types import Prompt
 
 EpisodeFunction = Callable[..., Coroutine[Any, Any, Any]]
@@ -168,7 +167,7 @@ def coroutine_env(
     check_roles(episode, names, "episode")
     seeded = "seed" in inspect.signature(episode).parameters
 
-    async def init(prompt: Prompt, seed: int) -> tuple[_Run, list[Message]]:
+    async def init(prompt: Prompt, seed: int) -> tuple[_Run, Feedback]:
         policy = Policy(names, len(parts))
         run = _Run(policy, episode(policy, prompt, **({"seed": seed} if seeded else {})))
         first = await run.resume(None)
@@ -180,7 +179,7 @@ def coroutine_env(
                 f"{names[first.player]!r} takes the first turn; name the roles so that the one that"
                 f" begins is first, now {names[0]!r}"
             )
-        return run, first.messages
+        return run, Feedback(first.messages, state_key=first.state_key)
 
     async def step(run: _Run, reply: Reply) -> tuple[_Run, Feedback]:
         out = await run.resume(reply)

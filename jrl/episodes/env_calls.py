@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -18,8 +19,9 @@ from jrl.episodes.host import (
     HostEnv,
     Reply,
     check_feedback,
-    check_messages,
+    check_opening,
 )
+from jrl.episodes.parsers.base import without_addresses
 from jrl.models.chat_frames import Message
 from jrl.models.tokenizer import Tokenizer
 from jrl.types import Prompt
@@ -40,9 +42,10 @@ async def call_init(
     Raises:
       EnvError: what it returned cannot be used.
     """
-    state, messages = _pair(await run_either(env.init, prompt, seed), "init", "(state, messages)")
+    state, value = _pair(await run_either(env.init, prompt, seed), "init", "(state, messages)")
     try:
-        messages = check_messages(messages, env.limits)
+        messages, key = check_opening(value, env.limits)
+        state_id = _state_id(key, messages)
         opening = np.array(chat.opening(messages), np.int32)
         if not 1 <= len(opening) <= longest:
             raise EnvError(
@@ -51,7 +54,7 @@ async def call_init(
     except BaseException:
         await run_either(env.close, state)  # nobody else learns of the state
         raise
-    return state, opening, _state_id(None, messages)
+    return state, opening, state_id
 
 
 async def call_step(
@@ -74,7 +77,8 @@ async def call_step(
     # Decoded twice, with and without control tokens: parsers of tool calls read some of those.
     ids = tokens.tolist()
     text, raw = tokenizer.decode(ids), tokenizer.decode(ids, skip_special=False)
-    reply = Reply(text=text, raw=raw, tokens=tokens, turn=turn, cut=cut)
+    # A copy: an environment that sorts its tokens in place must not change those that are trained.
+    reply = Reply(text=text, raw=raw, tokens=tokens.copy(), turn=turn, cut=cut)
     state, value = _pair(await run_either(env.step, state, reply), "step", "(state, Feedback)")
     feedback = check_feedback(value, env.limits, len(env.parts), env.players)
     feedback = feedback._replace(labels=_labels(env, feedback, tokenizer, ids))
@@ -148,5 +152,12 @@ def _pair(value: Any, name: str, form: str) -> tuple[Any, Any]:
 
 def _state_id(key: Any, messages: Sequence[Message]) -> int:
     """A number of 31 bits for a state: by its name, or by what is seen in it."""
-    text = repr(key) if key is not None else "\0".join(m["content"] for m in messages)
+    if key is None:
+        text = "\0".join(m["content"] for m in messages)
+    else:
+        # All of an array: NumPy leaves out the middle of long ones, and digits of floats.
+        with np.printoptions(threshold=sys.maxsize, floatmode="unique"):
+            text = repr(key)
+        if not isinstance(key, str) and text != without_addresses(text):
+            raise FormError(f"state_key is {text:.60}; give a text, numbers or a tuple of those")
     return zlib.crc32(text.encode("utf-8", "replace")) & 0x7FFFFFFF

@@ -104,7 +104,7 @@ class Reply(NamedTuple):
 
 
 class Feedback(NamedTuple):
-    """An environment's answer to a turn.
+    """An environment's answer to a turn; with messages and ``state_key`` alone, an opening.
 
     Attributes:
       messages: shown to the policy next, dicts with "role" and "content"; none when done.
@@ -112,7 +112,7 @@ class Feedback(NamedTuple):
       done: whether the episode has ended.
       success: whether it has ended well.
       state_key: names the state that the environment is in now, for methods that compare the turns
-        taken in one state; None for the text of ``messages``.
+        taken in one state; None for the text of ``messages``. Keys are compared by their ``repr``.
       metrics: numbers to add up over the episode, by name.
       earlier: rewards of the turns before this one, from the first on, where they are known only
         now; each as ``reward`` is, added to what the turn has.
@@ -222,8 +222,8 @@ class HostEnv(NamedTuple):
     (``process.process_env``, ``data.isolate``).
 
     Attributes:
-      init: (prompt, seed) -> (state, messages). The members of a group get the same seed, so that
-        they start alike.
+      init: (prompt, seed) -> (state, messages), or a ``Feedback`` of messages and ``state_key`` in
+        their place. The members of a group get the same seed, so that they start alike.
       step: (state, ``Reply``) -> (state, ``Feedback``, or a dict with its fields).
       close: (state) -> None; called once for every state that init returned.
       fork: (state) -> a copy that is played and closed independently; sync or async. Called
@@ -309,6 +309,30 @@ def check_messages(messages: Any, limits: Limits) -> list[Message]:
     return list(messages)
 
 
+def check_opening(value: Any, limits: Limits) -> tuple[list[Message], Any]:
+    """The messages of an opening and the key of its state, None for the text of the messages.
+
+    Raises:
+      EnvError: it is neither messages nor a feedback with these two fields alone.
+    """
+    if isinstance(value, Mapping) and "messages" in value:
+        value = _feedback(value)
+    if not isinstance(value, Feedback):
+        return check_messages(value, limits), None
+    for name, field in value._asdict().items():
+        if field and name not in ("messages", "state_key"):
+            raise FormError(f"an opening has {name}, which is for turns; give messages, state_key")
+    return check_messages(value.messages, limits), value.state_key
+
+
+def _feedback(fields: Mapping[str, Any]) -> Feedback:
+    """The feedback with these fields."""
+    unknown = ", ".join(map(str, fields.keys() - set(Feedback._fields)))
+    if unknown:
+        raise FormError(f"feedback has no {unknown:.80}")
+    return Feedback(**fields)
+
+
 def check_feedback(value: Any, limits: Limits, parts: int, players: int = 1) -> Feedback:
     """The feedback, its reward a tuple of ``parts`` numbers.
 
@@ -317,10 +341,7 @@ def check_feedback(value: Any, limits: Limits, parts: int, players: int = 1) -> 
         is not there.
     """
     if isinstance(value, Mapping):
-        unknown = ", ".join(map(str, value.keys() - set(Feedback._fields)))
-        if unknown:
-            raise FormError(f"feedback has no {unknown:.80}")
-        value = Feedback(**value)
+        value = _feedback(value)
     if not isinstance(value, Feedback):
         raise FormError(f"step returned {value!r:.60}, not (state, Feedback)")
     last = reward_parts(value.reward, parts)

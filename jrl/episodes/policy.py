@@ -85,7 +85,7 @@ class Policy:
         Args:
           messages: said to the policy next. They do not repeat the conversation so far.
           state_key: names the state of the environment, for methods that compare the turns taken
-            in one state; None for the text of ``messages``, as always in the first turn.
+            in one state; None for the text of ``messages``.
 
         Raises:
           EnvError: messages repeat the policy's turns, or the turn is awaited in another task.

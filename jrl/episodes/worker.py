@@ -68,7 +68,8 @@ def plain(value: Any) -> Any:
 
 def made_env(make: Any, options: dict) -> Any:
     """The environment of a function, or of an episode: only the latter needs JRL installed here."""
-    if inspect.iscoroutinefunction(make):
+    # Of an object, such as one that holds a tokenizer, the method __call__ is the episode.
+    if inspect.iscoroutinefunction(make) or inspect.iscoroutinefunction(type(make).__call__):
         from jrl.episodes.coroutine import coroutine_env
 
         roles = getattr(make, "roles", ())
@@ -102,8 +103,8 @@ class Session:
         """The answer to a request."""
         if request["do"] == "init":
             prompt = types.SimpleNamespace(**request["prompt"])
-            self.state, messages = self.call("init", prompt, request["seed"])
-            return messages
+            self.state, opening = self.call("init", prompt, request["seed"])
+            return fields(opening)
         if request["do"] == "step":
             reply = types.SimpleNamespace(**request["reply"])
             self.state, feedback = self.call("step", self.state, reply)

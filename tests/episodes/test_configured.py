@@ -9,8 +9,8 @@ import pytest
 from jrl.episodes.calls import run_either
 from jrl.episodes.chat import PlainFormat
 from jrl.episodes.configured import _RENAMED, HOST_ENVS, configured_env
-from jrl.episodes.env_calls import call_init
-from jrl.episodes.host import EnvError, HostEnv, Limits, Reply, check_feedback
+from jrl.episodes.env_calls import call_init, call_step
+from jrl.episodes.host import EnvError, Feedback, HostEnv, Limits, Reply, check_feedback
 from jrl.errors import UserError
 from jrl.models.tokenizer import char_tokenizer
 from jrl.types import Prompt
@@ -113,6 +113,56 @@ def test_a_state_whose_opening_cannot_be_used_is_closed(opening, message):
     with pytest.raises(EnvError, match=message):
         asyncio.run(call_init(env, PlainFormat(char_tokenizer()), PROMPT, 0, 3))
     assert closed == ["state"]
+
+
+def opened(opening, state_key=None):
+    """(ids, state id) of an environment that opens so, and its ids of a state with this key."""
+    env = HostEnv(lambda prompt, seed: (0, opening), None)
+    say = {"messages": [{"role": "user", "content": "?"}], "state_key": state_key}
+    env = env._replace(step=lambda state, reply: (state, say))
+    chat, tokenizer = PlainFormat(char_tokenizer()), char_tokenizer()
+
+    async def play():
+        state, ids, first = await call_init(env, chat, PROMPT, 0, 9)
+        tokens = np.ones(1, np.int32)
+        later = (await call_step(env, chat, tokenizer, state, 0, tokens, False))[3]
+        return ids.tolist(), first, later
+
+    return asyncio.run(play())
+
+
+def test_an_opening_may_name_its_state():
+    messages = [{"role": "user", "content": "a b"}]
+    ids, first, later = opened(Feedback(messages, state_key=(1, "x")), (1, "x"))
+    assert (ids, first) == (opened(messages)[0], later)
+    assert opened(messages, (1, "x"))[1] != later
+    assert opened({"messages": messages, "state_key": 2}, 2)[1] == opened(messages, 2)[2]
+    with pytest.raises(EnvError, match="an opening has reward, which is for turns"):
+        opened(Feedback(messages, 1.0))
+    with pytest.raises(EnvError, match="feedback has no key"):
+        opened({"messages": messages, "key": 2})
+
+
+def test_an_environment_cannot_change_the_tokens_that_are_trained():
+    def step(state, reply):
+        reply.tokens.sort()
+        return state, Feedback(done=True)
+
+    env, tokenizer = HostEnv(None, step), char_tokenizer()
+    tokens = np.array([3, 1, 2], np.int32)
+    asyncio.run(call_step(env, PlainFormat(tokenizer), tokenizer, 0, 0, tokens, False))
+    assert tokens.tolist() == [3, 1, 2]
+
+
+def test_states_of_long_arrays_differ_and_objects_without_a_text_are_refused():
+    board = np.zeros((40, 40))
+    other = board.copy()
+    other[20, 20] = 1e-12
+    messages = [{"role": "user", "content": "?"}]
+    assert opened(messages, ("b", board))[2] != opened(messages, ("b", other))[2]
+    assert opened(messages, board)[2] == opened(messages, board.copy())[2]
+    with pytest.raises(EnvError, match="state_key is <object object at 0x.*; give a text, numbers"):
+        opened(messages, object())
 
 
 LIMITED = """

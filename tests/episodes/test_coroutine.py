@@ -21,6 +21,7 @@ from jrl.episodes.gate import Gate
 from jrl.episodes.groups import play_episodes
 from jrl.episodes.host import EnvError, Feedback, HostEnv, Limits, check_feedback
 from jrl.episodes.play import Device
+from jrl.episodes.worker import made_env
 from jrl.episodes.world import host_world
 from jrl.errors import UserError
 from jrl.models.config import ModelConfig
@@ -585,9 +586,18 @@ def test_an_episode_is_played_in_a_process_of_its_own(module):
         return opening, first, end
 
     opening, first, end = asyncio.run(run())
-    assert opening[0]["content"] != play(here, "x", "y")[0][0]["content"]  # another process
+    (message,) = opening["messages"]
+    assert message["content"] != play(here, "x", "y")[0][0]["content"]  # another process
     assert check_feedback(first, env.limits, 1, 2).next == 1
     assert check_feedback(end, env.limits, 1, 2).earlier == ((1.0,),)
+
+
+def test_a_process_plays_an_object_whose_call_is_the_episode():
+    class Asks:
+        async def __call__(self, policy, prompt):
+            return float((await policy(prompt.text)).text == "42")
+
+    assert play(made_env(Asks(), {}), "42")[-1].reward == (1.0,)
 
 
 @pytest.mark.parametrize(

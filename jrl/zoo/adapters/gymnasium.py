@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from jrl.episodes.host import Feedback, HostEnv, Limits, Reply
 from jrl.system.extras import need
@@ -47,26 +47,37 @@ def from_gymnasium(
         make = lambda: gymnasium.make(name, **options)  # noqa: E731
     new = make
 
-    def init(prompt: Prompt, seed: int) -> tuple[Any, list[dict[str, str]]]:
+    def init(prompt: Prompt, seed: int) -> tuple[_Game, Feedback]:
         env = new()
         observation, _ = env.reset(seed=seed % 2**31)
-        start = f"{prompt.text}\n{show(observation)}" if prompt.text else show(observation)
-        return env, [{"role": "user", "content": start}]
+        text = show(observation)
+        start = f"{prompt.text}\n{text}" if prompt.text else text
+        messages = [{"role": "user", "content": start}]
+        return _Game(env, text), Feedback(messages, state_key=text)
 
-    def step(env: Any, reply: Reply) -> tuple[Any, Feedback]:
+    def step(game: _Game, reply: Reply) -> tuple[_Game, Feedback]:
         action = read(reply.text)
-        if action is None or not _is_legal(env, action):
+        if action is None or not _is_legal(game.env, action):
             messages = [{"role": "user", "content": unreadable}]
-            return env, Feedback(messages, metrics={"unreadable": 1.0})
-        observation, reward, terminated, truncated, _ = env.step(action)
+            lost = {"unreadable": 1.0}
+            return game, Feedback(messages, metrics=lost, state_key=game.shown)
+        observation, reward, terminated, truncated, _ = game.env.step(action)
         text = show(observation)
         done = bool(terminated or truncated)
         messages = [{"role": "user", "content": text}]
         reward = float(reward)
         won = done and reward > 0
-        return env, Feedback(messages, reward, done=done, success=won, state_key=text)
+        feedback = Feedback(messages, reward, done=done, success=won, state_key=text)
+        return game._replace(shown=text), feedback
 
-    return HostEnv(init, step, lambda env: env.close(), limits=limits)
+    return HostEnv(init, step, lambda game: game.env.close(), limits=limits)
+
+
+class _Game(NamedTuple):
+    """An environment of gymnasium, and its last observation in words."""
+
+    env: Any
+    shown: str
 
 
 def _is_legal(env: Any, action: Any) -> bool:

@@ -46,7 +46,7 @@ def from_openenv(
             raise EnvError(f"an observation without {observation!r}; it has {fields}")
         return str(fields_seen[observation])
 
-    async def init(prompt: Prompt, seed: int) -> tuple[Any, list[dict[str, str]]]:
+    async def init(prompt: Prompt, seed: int) -> tuple[Any, Feedback]:
         client = core.GenericEnvClient(url, message_timeout_s=limits.call_seconds)
         try:
             await client.connect()
@@ -56,7 +56,7 @@ def from_openenv(
             await client.close()
             raise
         start = f"{prompt.text}\n{text}" if prompt.text else text
-        return client, [{"role": "user", "content": start}]
+        return client, Feedback([{"role": "user", "content": start}], state_key=text)
 
     async def step(client: Any, reply: Reply) -> tuple[Any, Feedback]:
         result = await client.step({**fixed, action: reply.text})

@@ -53,10 +53,11 @@ def prover(*, errors_end: bool = True, penalty: float = 0.0, system: str | None 
     ):
         raise UserError(f"penalty = {penalty!r:.40}; give a number of at least 0")
 
-    async def init(prompt: Prompt, seed: int) -> tuple[Goals, list[Message]]:
+    async def init(prompt: Prompt, seed: int) -> tuple[Goals, Feedback]:
         goals = read_statement(prompt.text)
-        opening = [] if system is None else [{"role": "system", "content": system}]
-        return goals, [*opening, user_message(f"{INSTRUCTION}\n\n{show_goals(goals)}")]
+        opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        opening.append(user_message(f"{INSTRUCTION}\n\n{show_goals(goals)}"))
+        return goals, Feedback(opening, state_key=show_goals(goals))
 
     async def step(goals: Goals, reply: Reply) -> tuple[Goals, Feedback]:
         try:

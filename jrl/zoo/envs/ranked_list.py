@@ -27,7 +27,7 @@ def ranked_list(length: int = 10) -> HostEnv:
 
     async def episode(policy: Policy, prompt: Prompt) -> Outcome:
         reply = await policy(prompt.text)
-        relevant = {_plain(item) for item in _items_of(prompt.answer)}
+        relevant = {_plain(item) for item in _items_of(prompt.answer)} - {""}  # empty lines
         items, of_character = [], []
         for line in reply.text.splitlines(keepends=True):
             item = _plain(line)

@@ -38,14 +38,16 @@ class Line:
 
 def test_an_episode_is_that_of_the_environment():
     env = check_env(from_gymnasium(Line, "at {}".format, ACTIONS.get, Limits()))
-    state, messages = env.init(PROMPT, 5)
-    assert messages == [{"role": "user", "content": "Walk.\nat 2"}]
+    state, opening = env.init(PROMPT, 5)
+    assert opening.messages == [{"role": "user", "content": "Walk.\nat 2"}]
     other, again = env.init(PROMPT, 5)
-    assert again == messages
+    assert again == opening
     assert other is not state
     state, feedback = env.step(state, reply("sideways"))
     assert feedback.metrics == {"unreadable": 1.0}
     assert not feedback.done
+    # An unreadable turn leaves the state as it is, and a way back leads to the first one.
+    assert feedback.state_key == opening.state_key == "at 2"
     state, feedback = env.step(state, reply("right"))
     assert (feedback.messages[0]["content"], feedback.reward, feedback.done) == ("at 3", 0.0, False)
     state, feedback = env.step(state, reply("right"))
@@ -95,8 +97,8 @@ def test_a_named_environment_needs_the_extra():
     )
     lake = gymnasium.make("FrozenLake-v1", is_slippery=False)
     observation, _ = lake.reset(seed=3)
-    state, messages = env.init(PROMPT, 3)
-    assert messages[0]["content"] == f"Walk.\n{observation}"
+    state, opening = env.init(PROMPT, 3)
+    assert opening.messages[0]["content"] == f"Walk.\n{observation}"
     for word in ("down", "down", "right", "right", "down", "right"):
         observation, reward, terminated, _, _ = lake.step(ACTIONS[word])
         state, feedback = env.step(state, reply(word))

@@ -82,8 +82,8 @@ def url(tmp_path_factory):
 
 
 async def play(env, moves, seed=1):
-    state, messages = await env.init(PROMPT, seed)
-    texts = [messages[0]["content"]]
+    state, opening = await env.init(PROMPT, seed)
+    texts = [opening.messages[0]["content"]]
     try:
         for number, move in enumerate(moves):
             state, feedback = await env.step(

@@ -47,7 +47,7 @@ def test_items_of_a_list_are_known_by_token_and_paid_by_rank():
     lines = [("1. dune\n", 0), ("\n", -1), ("- alien\n", 1), ("dune\n", 2), ("heat", 3)]
     expected = [item for line, item in lines for _ in line]
     assert feedback.labels["item"] == [*expected, -1]  # the stop token adds no character
-    assert answered(env, problem("dune\nheat"), "heat\ndune").success
+    assert answered(env, problem("dune\n\nheat"), "heat\ndune").success
 
 
 def test_a_token_of_many_characters_has_the_label_of_the_first():
@@ -118,7 +118,7 @@ def test_a_problem_is_solved_in_one_group_and_foretold_in_the_other():
     assert none.labels == {"predicted_tokens": -1, "predicted_passes": -1}  # more than there are
 
     async def opened(ask):
-        return (await env.init(problem("42", ask=ask), 0))[1][0]["content"]
+        return (await env.init(problem("42", ask=ask), 0))[1].messages[0]["content"]
 
     assert asyncio.run(opened(0)) == "what"
     assert "how many of 4 attempts" in asyncio.run(opened(1))

@@ -156,7 +156,7 @@ def test_an_environment_of_gymnasium():
     text = 'env = "gymnasium:gymnasium"\nid = "FrozenLake-v1"\narguments = {is_slippery = false}'
     env = make(text)
     state, opening = env.init(PROMPT, 0)
-    assert opening[0]["content"] == "What is 6 * 7?\n0"
+    assert opening.messages[0]["content"] == "What is 6 * 7?\n0"
     _, feedback = env.step(state, Reply("I go 1.", "", np.zeros(1, np.int32), 0, False))
     assert feedback.messages[0]["content"] == "4"
     _, feedback = env.step(state, Reply("left", "", np.zeros(1, np.int32), 1, False))

@@ -192,7 +192,7 @@ def test_the_turns_of_a_consultation_are_drawn_told_and_kept():
     least = {}
     for seed in range(9):
         state, opening = asyncio.run(env.init(PROMPT, seed))
-        turn_count = int(opening[0]["content"].split("You have ")[1].split()[0])
+        turn_count = int(opening.messages[0]["content"].split("You have ")[1].split()[0])
         turn, done = 0, False
         while not done:
             state, feedback = asyncio.run(env.step(state, reply(f"Question: {turn}?", turn)))
