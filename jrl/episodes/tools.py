@@ -175,7 +175,7 @@ async def _answer(
         text = running.result()
     except ToolError as error:
         metrics["tool_errors"] = metrics.get("tool_errors", 0.0) + 1
-        return f"Error: {error}"
+        return _shortened(f"Error: {error}", tool.longest)
     except asyncio.CancelledError:
         raise EnvError(f"tool {tool.name} cancelled itself") from None
     if not isinstance(text, str):

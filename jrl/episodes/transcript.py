@@ -26,9 +26,9 @@ class Segment(NamedTuple):
 
     Attributes:
       tokens: [t] int32.
-      drawn: whether the policy sampled them.
-      logprobs: [t] float32, nats, under the sampling distribution; None if not sampled.
-      versions: [t] int32, the policy version that sampled each token; None if not sampled.
+      drawn: whether the policy sampled them for this row, which is trained on them.
+      logprobs: [t] float32, nats, under the sampling distribution; None if no policy sampled them.
+      versions: [t] int32, the policy version that sampled each token; None likewise.
       turn: number of the turn, from 0; an answer of the environment belongs to the turn before it.
       step: number of the reasoning step or action.
       state: id of the environment's state before the tokens; equal states have equal ids.
@@ -57,8 +57,8 @@ class Segment(NamedTuple):
     messages: tuple[Mapping[str, Any], ...] = ()
 
     def as_past(self) -> Segment:
-        """The segment as context of another row, where it counts as not sampled."""
-        return self._replace(drawn=False, logprobs=None, versions=None)
+        """The segment as context of another row, which is not trained on it."""
+        return self._replace(drawn=False)
 
 
 class Transcript(NamedTuple):
@@ -110,12 +110,17 @@ def turns_of(segments: Sequence[Segment]) -> list[int]:
 
 
 def conversation(transcript: Transcript, tokenizer: Tokenizer) -> list[Message]:
-    """The conversation after the opening, with the policy as the assistant."""
+    """The conversation after the opening, with the row's player as the assistant.
+
+    Turns that another row is trained on, as those that branches share, are in it; what other
+    players said in a row of one player is a user's.
+    """
     messages: list[Message] = []
     for segment in transcript.segments:
-        if segment.drawn:
+        if segment.versions is not None:
+            own = segment.drawn or segment.player == transcript.role
             content = tokenizer.decode(segment.tokens.tolist())
-            messages.append({"role": "assistant", "content": content})
+            messages.append({"role": "assistant" if own else "user", "content": content})
         messages += segment.messages
     return messages
 

@@ -24,8 +24,8 @@ def reward(prompt, reply):
 
 
 async def echo(text):
-    if text == "wrong":
-        raise ToolError("no such text")
+    if text.startswith("wrong"):
+        raise ToolError("no such text" + text[5:])
     if text == "broken":
         raise KeyError("disk")
     if text == "hang":
@@ -103,6 +103,9 @@ def test_long_results_say_what_they_lost(env):
     _, feedback = turn(env, opened(env)[0], call("echo", text="abc" * 20))
     text = feedback.messages[0]["content"]
     assert text.startswith("abcabcabcabcabc\n... 90 characters left out ...\n")
+    _, feedback = turn(env, opened(env)[0], call("echo", text="wrong" + "!" * 30))
+    text = feedback.messages[0]["content"]  # an error may be as long as a result
+    assert text.startswith("Error: no such \n... 19 characters left out ...\n!!!")
 
 
 def test_a_broken_tool_is_nobodys_answer(env):

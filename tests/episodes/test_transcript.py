@@ -10,10 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jrl.collect.groups import to_batch
-from jrl.episodes.transcript import RowShape, Segment, Transcript, to_rollout
+from jrl.episodes.transcript import (
+    RowShape,
+    Segment,
+    Transcript,
+    conversation,
+    rows_of_players,
+    to_rollout,
+    trained_once,
+)
 from jrl.errors import UserError
 from jrl.methods.group_relative import grpo
 from jrl.models.config import ModelConfig
+from jrl.models.tokenizer import char_tokenizer
 from jrl.models.transformer import transformer
 from jrl.sampling.params import make_sampling_params
 from jrl.train.state import init_state
@@ -165,3 +174,36 @@ def test_a_failed_member_changes_no_gradient():
 def test_what_does_not_fit_is_named(group, message):
     with pytest.raises(UserError, match=message):
         to_rollout([group], RowShape(2, P, T))
+
+
+def said(role, content):
+    return {"role": role, "content": content}
+
+
+def talk(*turns):
+    """A row of turns (player, words); the environment says "?" after each."""
+    tokenizer, answer = char_tokenizer(), (said("user", "?"),)
+    segments = []
+    for number, (player, words) in enumerate(turns):
+        segments.append(sampled(tokenizer.encode(words), turn=number, player=player))
+        segments.append(outside(tokenizer.encode("?"), turn=number, messages=answer))
+    return row(*segments)
+
+
+def test_a_judge_reads_the_turns_that_another_member_is_trained_on():
+    members = [talk((0, "ab"), (0, "c")), talk((0, "ab"), (0, "d"))]
+    names = [[0, 1, 2, 3], [0, 1, 4, 5]]
+    once, _ = trained_once(members, names, [True, True])
+    assert [s.drawn for s in once[1].segments] == [False, False, True, False]
+    assert [conversation(each, char_tokenizer()) for each in once] == [
+        [said("assistant", "ab"), said("user", "?"), said("assistant", last), said("user", "?")]
+        for last in "cd"
+    ]
+
+
+def test_a_judge_of_a_player_reads_what_the_others_said():
+    (solver,), (critic,) = rows_of_players([[talk((0, "ab"), (1, "c"), (0, "d"))]], 2)
+    for each, roles in ((solver, ("assistant", "user")), (critic, ("user", "assistant"))):
+        words = conversation(each, char_tokenizer())
+        assert words[::2] == [said(roles[i], x) for i, x in ((0, "ab"), (1, "c"), (0, "d"))]
+        assert words[1::2] == 3 * [said("user", "?")]
