@@ -31,7 +31,7 @@ from jrl.episodes.search import Searched
 from jrl.episodes.tree import SearchPlan, search_plan
 from jrl.errors import UserError
 from jrl.evaluate.evaluator import load_policy
-from jrl.evaluate.search import ids_of, points_of, problems_of, right_answers
+from jrl.evaluate.search import problems_of, right_answers
 from jrl.evaluate.searcher import search_once, searched_run
 from jrl.evaluate.statistics import wilson
 from jrl.evaluate.verifiers import LIKELIHOOD, verifier_of
@@ -155,10 +155,9 @@ def budget_run(
 
         # Other tokens than those of best_of_n, whose luck would else choose its own bin.
         tried = play(search_plan("best_of_n", first), attempt=1)
-        leaves = [(i, tree, leaf) for i, tree in enumerate(tried.trees) for leaf in tree.leaves()]
-        whose = np.array([i for i, *_ in leaves])
-        paths = [ids_of(tree, leaf) for _, tree, leaf in leaves]
-        solved = points_of(run, problems, prompts, whose, paths) >= 1
+        leaves = [(i, leaf) for i, tree in enumerate(tried.trees) for leaf in tree.leaves()]
+        whose = np.array([i for i, _ in leaves])
+        solved = right_answers(run, problems, prompts, tried, leaves)
         counts, hits = (np.bincount(whose, x, minlength=len(prompts)) for x in (None, solved))
         most = run.kind.new_tokens
         searches = [play(plan_within(name, completions, most)) for name in COMPARED]

@@ -37,7 +37,7 @@ from jrl.evaluate.verifiers import JUDGE, LIKELIHOOD, verifier_of
 from jrl.setup.reward_parts import judge_of, reward_pool
 from jrl.setup.run import Run
 from jrl.train.batches import undrawn_source
-from jrl.types import Array, Prompt
+from jrl.types import Array, Prompt, StopReason
 
 _ACCEPTED = 0.5
 """Least points of a judge, which gives 0 to 1, for an answer that it accepts."""
@@ -123,17 +123,12 @@ def _costs(run: Run, searched: Searched) -> dict[str, float]:
     return costs
 
 
-def right_answers(run: Run, problems: Any, prompts: list[Prompt], searched: Searched) -> np.ndarray:
-    """[N] bool, whether the path that each search takes in the end is right."""
-    return _right(run, problems, prompts, searched, None)
-
-
-def _right(
+def right_answers(
     run: Run,
     problems: Any,
     prompts: list[Prompt],
     searched: Searched,
-    ends: Sequence[tuple[int, int]] | None,
+    ends: Sequence[tuple[int, int]] | None = None,
 ) -> np.ndarray:
     """[M] bool, whether paths are right: as an environment ended them, or as they are judged.
 
@@ -154,7 +149,11 @@ def _right(
     if ends is None:
         ends = [(i, best_node(tree)) for i, tree in enumerate(searched.trees)]
     paths = [ids_of(searched.trees[i], node) for i, node in ends]
-    return points_of(run, problems, prompts, np.array([i for i, _ in ends]), paths) >= 1
+    # A path that was cut, or never ended, is judged as such, as a completion that was cut is.
+    stops = [episode_at(searched.trees[i], node).stop if node else None for i, node in ends]
+    complete = np.array([stop == StopReason.STOP_TOKEN for stop in stops])
+    whose = np.array([i for i, _ in ends])
+    return points_of(run, problems, prompts, whose, paths, complete) >= 1
 
 
 def _folder(out: str) -> pathlib.Path:
@@ -229,7 +228,7 @@ def _rows(run: Run, problems: Any, prompts: list[Prompt], searched: Searched) ->
     leaves = _complete_paths(searched)
     if not leaves:
         return []
-    right = _right(run, problems, prompts, searched, leaves)
+    right = right_answers(run, problems, prompts, searched, leaves)
     points: list[dict[int, float]] = [{} for _ in searched.trees]
     for (i, leaf), is_right in zip(leaves, right.tolist(), strict=True):
         points[i][leaf] = float(is_right)
@@ -258,7 +257,7 @@ def _verdicts(
     if not leaves:
         return {}
     accepted = np.array([node.value >= _ACCEPTED for _, node, _ in nodes if node.visits])
-    right = np.asarray(_right(run, problems, prompts, searched, leaves), bool)
+    right = np.asarray(right_answers(run, problems, prompts, searched, leaves), bool)
     return verdict_quality(accepted, right)
 
 

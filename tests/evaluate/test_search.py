@@ -1,5 +1,7 @@
 """Evaluation by search: what it finds, what it costs, and what it refuses."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -7,10 +9,11 @@ import pytest
 from jrl.collect.members import demonstration_rollout
 from jrl.config import build_config, load_config
 from jrl.episodes.search import Path
+from jrl.episodes.tree import Step, Tree
 from jrl.errors import UserError
 from jrl.evaluate import load_policy
 from jrl.evaluate.budget import budget_run
-from jrl.evaluate.search import search_run
+from jrl.evaluate.search import right_answers, search_run
 from jrl.evaluate.verifiers import REDUCED, _by_values, verifier_of
 from jrl.run import run as running
 from jrl.run.run import train
@@ -18,7 +21,7 @@ from jrl.setup.kinds import kind_of
 from jrl.storage.metrics import read_jsonl
 from jrl.train import build, programs
 from jrl.train.reward_model import model_of
-from jrl.types import Prompt
+from jrl.types import Prompt, StopReason
 
 TINY = [
     "data.difficulty=3",
@@ -204,3 +207,20 @@ def test_what_cannot_be_searched_is_named(tmp_path):
     env = load_config("configs/gridworld.toml", ["mesh.fsdp=1"])
     with pytest.raises(UserError, match="in an environment on the device are not searched"):
         search_run(env, "beam")
+
+
+def test_a_path_that_was_cut_is_judged_as_a_completion_that_was_cut(monkeypatch):
+    def tree(stop):
+        grown, ids = Tree(), np.array([5, 6])
+        grown.add(0, Step(ids, done=True, points=0.5, episode=SimpleNamespace(stop=stop)))
+        return grown
+
+    def judge(run, problems, prompts, whose, paths, complete):
+        assert [path.tolist() for path in paths] == [[5, 6], [5, 6], []]
+        return complete.astype(float)
+
+    monkeypatch.setattr("jrl.evaluate.search.points_of", judge)
+    trees = [tree(StopReason.STOP_TOKEN), tree(StopReason.LENGTH), Tree()]
+    run = SimpleNamespace(kind=SimpleNamespace(plays=False))
+    right = right_answers(run, None, [], SimpleNamespace(trees=trees))
+    assert right.tolist() == [True, False, False]
