@@ -9,6 +9,7 @@ import collections
 import contextlib
 import dataclasses
 import logging
+import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -40,6 +41,7 @@ from jrl.rewards import FUNCTION_NAMES
 from jrl.setup.features import host_features
 from jrl.setup.reward_parts import SUCCESS
 from jrl.system.float32 import sum_overflows
+from jrl.system.working_directory import same_working_directory
 from jrl.types import Params, Prompt, Rollout, Search, StopReason
 from jrl.types.asks import DrawRequest
 
@@ -140,7 +142,11 @@ class HostEpisodes(FromPrompts):
         problems, _ = self.prompts(request.key, order)
         chosen = [self._with_ask(prompt, k) for prompt in problems for k in range(self._asks)]
         score = self._scorer(request.weights)
-        with self._rows.loaded(root_key(request), request.weights[name], version) as key:
+        remedy = "write absolute paths, or set data.isolate = true"
+        with (
+            same_working_directory("data.env", remedy),
+            self._rows.loaded(root_key(request), request.weights[name], version) as key,
+        ):
             seeds = partial(
                 self._seeds_of, partial(prompt_seeds, key, stream, request.step, tickets)
             )
@@ -221,7 +227,8 @@ class HostEpisodes(FromPrompts):
         """
         assert self._env.extras.write is not None
         call = (self._env.extras.write, (list(failed), count, seed))
-        (answer,) = gather(self._open_calls(), [call], self._env.limits.episode_seconds)
+        seconds = self._env.limits.episode_seconds or math.inf  # 0: any time
+        (answer,) = gather(self._open_calls(), [call], seconds)
         if answer.error:
             raise EnvError(answer.error)
         if not isinstance(answer.value, list | tuple):

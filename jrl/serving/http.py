@@ -337,7 +337,9 @@ def application(service: Service) -> Starlette:
             message += (
                 "; this server has POST /v1/chat/completions, /v1/completions and /v1/responses"
             )
-        return _reply(ApiError(message, status=error.status_code).body(), error.status_code)
+        reply = _reply(ApiError(message, status=error.status_code).body(), error.status_code)
+        reply.headers.update(error.headers or {})  # Allow, of a method that is not
+        return reply
 
     async def fault(request: Request, error: Exception) -> Response:
         message = f"internal error: {type(error).__name__}: {error}"

@@ -1,6 +1,7 @@
 """Training on episodes with an environment on the host: its groups, redraws, and learning."""
 
 import asyncio
+import os
 import pathlib
 import time
 
@@ -19,7 +20,7 @@ from jrl.collect.run_rows import RunRows
 from jrl.collect.sources import simple_request
 from jrl.config import load_config
 from jrl.episodes.chat import PlainFormat
-from jrl.episodes.host import Feedback, HostEnv, Lifecycle, Limits
+from jrl.episodes.host import EnvExtras, Feedback, HostEnv, Lifecycle, Limits
 from jrl.errors import UserError
 from jrl.judging.host import HostScorer
 from jrl.judging.judges import endpoint_judges, judge_parts
@@ -134,6 +135,31 @@ def test_groups_hold_points_paid_and_ids(make_source, params):
     np.testing.assert_array_equal(again.tokens, rollout.tokens)
     other = make_source(digits_env()).draw(request_for(params, 5, 3)).rollout
     assert (other.tokens != rollout.tokens).any()
+
+
+def test_a_writer_may_take_any_time_where_episodes_may(make_source):
+    async def write(failed, count, seed):
+        await asyncio.sleep(0.01)
+        return failed * count
+
+    env = digits_env()
+    extras, limits = EnvExtras(write=write), env.limits._replace(episode_seconds=0.0)
+    assert make_source(env._replace(extras=extras, limits=limits)).written(["a"], 2, 0) == ["a"] * 2
+
+
+def test_an_environment_that_changes_the_working_directory(
+    make_source, params, tmp_path, monkeypatch, caplog
+):
+    def played(*arguments):
+        os.chdir(tmp_path)
+        raise RuntimeError("played")
+
+    before, source = os.getcwd(), make_source(digits_env())
+    monkeypatch.setattr(source, "_until_alive", played)
+    with pytest.raises(RuntimeError, match="played"):
+        source.draw(request_for(params, 4, 3))
+    assert os.getcwd() == before
+    assert "data.env changed the working directory" in caplog.text
 
 
 def test_groups_left_too_small_are_played_again(make_source, params, caplog):

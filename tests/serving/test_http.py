@@ -574,6 +574,12 @@ def test_unknown_paths_and_verbs(client, server):
     assert status == 404
     assert "this server has POST /v1/chat/completions" in reply["error"]["message"]
     assert post(server, FINE, "/v1/models")[0] == 405
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=10)
+    with contextlib.closing(connection):
+        connection.request("OPTIONS", "/v1/completions")
+        response = connection.getresponse()
+        assert (response.status, response.headers["allow"]) == (405, "POST")
+        assert "Method Not Allowed" in json.loads(response.read())["error"]["message"]
     with pytest.raises(openai.NotFoundError, match="'gpt' does not exist"):
         client.models.retrieve("gpt")
     with pytest.raises(openai.BadRequestError, match="temperature = -1"):
