@@ -128,8 +128,9 @@ def simpo(base: Method, beta: Positive, label_smoothing: Noise, gamma: NonNegati
 
         loss = -log sigmoid( beta log pi(y_w) / |y_w| - beta log pi(y_l) / |y_l| - gamma )
 
-    Departures: the paper tunes beta in 2 to 10 and gamma in 0.3 to 1.6 by model; the defaults are
-    of that range.
+    Departures: the paper tunes both by model, gamma from 0.3 to 1.6 where beta is 2 to 2.5, and 3
+    to 5 where it is 10; the defaults are those of Llama 3 8B. gamma is the margin itself, not the
+    released code's ``gamma_beta_ratio``, which is multiplied by beta.
     """
     loss = dpo_loss("sigmoid", beta, label_smoothing, lambda side: side.mean, gamma)
     return base.with_(surrogate=pairs.pair(loss, lambda side: beta * side.mean, ()))

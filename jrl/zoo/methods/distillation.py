@@ -29,7 +29,8 @@ def minillm(base: Method, normalise: Flag = True) -> Method:
     the single-step decomposition, its first term over the whole vocabulary. Departures: no tokens
     are drawn from a mixture with the teacher, the language-model loss on a corpus is left out, and
     advantages are not whitened as in the released code, which counts a token's own r_t in A_t as
-    well; the mean over tokens is that code's.
+    well; the mean over tokens is that code's. The paper divides by |y| - t - 1, one less than the
+    sum has terms and 0 at the last but one token; here it is their mean.
     """
     reverse = distill.divergence_in_loss(distill.divergence("reverse"))
     return base.plus(reverse).with_(

@@ -42,8 +42,10 @@ def pf_ppo(base: Method, strategy: Strategy = "best_worst") -> Method:
     reliable are left out. ``strategy`` says which are kept: the best and the worst ("best_worst"),
     the best ("best"), or the best and one of the others at random ("best_random").
 
-    Departures: completions of equal scores are ranked in the order drawn. The paper chooses the
-    strategy before training, by how well rewards explain actual scores among the completions kept
-    (R squared), which is not done here.
+    Departures: completions of equal scores are ranked in the order drawn. Those kept are trained on
+    once, where the released code samples a batch of the old size from them with replacement, and
+    with "best_random" takes the best with four times the chance of each other. The paper chooses
+    the strategy before training, by how well rewards explain actual scores among the completions
+    kept (R squared), which is not done here.
     """
     return base.with_(edits=(by_rank(strategy),))

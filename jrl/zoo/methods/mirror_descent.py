@@ -72,7 +72,7 @@ def kimi_k1_5(
     length_scale: NonNegative = 1.0,
     length_start: Tokens = 0,
     correct: Positive = 0.5,
-    iteration_steps: Count = 1,
+    iteration_steps: Count = 10,
     epochs: Count = 1,
 ) -> Method:
     """Online mirror descent: the group's mean as baseline, a squared log-ratio as the rein.
@@ -89,7 +89,9 @@ def kimi_k1_5(
     within the group, right being ``correct`` points or more. Every ``iteration_steps`` steps the
     reference becomes a copy of the policy and the optimiser starts anew.
 
-    Unknown: tau and the weight of the length reward are not published; the defaults are ours.
+    Unknown: tau, the weight of the length reward and the updates in an iteration are not published;
+    the defaults are ours. An iteration of one update would leave tau without effect, since l is
+    then 0, and would make Adam, always at its first update, move every weight by its rate.
     Departures: the warm-up of the length reward is a switch; the two recipes for short models
     (merging, shortest-of-n, preference pairs) are not part of this method.
     """

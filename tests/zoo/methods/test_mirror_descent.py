@@ -111,6 +111,12 @@ def test_kimis_length_reward_starts_when_it_is_told_and_the_reference_is_renewed
         assert [step for step in range(10) if each.due(step)] == [3, 6, 9]
 
 
+def test_an_iteration_of_kimi_has_several_steps_by_default():
+    """In one of a single update l is 0: tau would be read by nothing, and Adam always be fresh."""
+    for each in kimi_k1_5().schedule.after:
+        assert not any(bool(each.due(step)) for step in range(1, 5))
+
+
 # ---------------------------------------------------------------- CoPG
 
 
