@@ -296,7 +296,8 @@ def spa_progress() -> Method:
     alpha v_t + beta g_t, with g_t whether the environment could carry the action out: a part
     ``function = "model"`` with this run as its path, ``by = "turn"`` and weight alpha, beside the
     environment's part with weight beta, by ``ppo``. Departures: the value head is linear, where the
-    paper's has layers of its own.
+    paper's has layers of its own. The released script for WebShop has beta 0.5, and in the place of
+    v_t what the episode is worth less the mean of the task's other episodes.
     """
     ends = step_ends()
 

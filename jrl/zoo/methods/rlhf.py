@@ -252,8 +252,9 @@ def gepo(
                             + c' variance of r over the equivalent ones )
 
     with the paper's c (``gepo_coef``) 0.01 and c' (``spread_coef``) 1. Departures: GRPO where the
-    paper's runs take REINFORCE++; the variance divides by the number of equivalent ones. Its
-    section 4.1 has no beta (0.1 is DPO's), clip bounds or coefficient of the divergence.
+    paper's runs take REINFORCE++; the variance divides by the number of equivalent ones; with
+    ``kl_coef`` the demonstrations' tokens are held to the reference, too. Its section 4.1 has no
+    beta (0.1 is DPO's), clip bounds or coefficient of the divergence.
     """
     objective = base.objective
     regularizers = (
