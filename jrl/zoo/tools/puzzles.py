@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jrl.config.read import read_toml
 from jrl.errors import UserError, unknown_choice
 from jrl.system.extras import need
 from jrl.zoo.adapters.reasoning_gym import ASK
@@ -62,13 +63,18 @@ def puzzle_rows(
     """
     if guidance not in GUIDANCE:
         raise unknown_choice("guidance", guidance, GUIDANCE)
+    if not isinstance(tasks, Mapping):
+        raise UserError(f"tasks = {tasks!r:.40}; write a table for each task, [tasks.NAME]")
     gym = need("reasoning_gym", "reasoning-gym", "puzzle_rows")
     sources, weights = {}, []
     for name, keys in tasks.items():
+        if not isinstance(keys, Mapping):
+            raise UserError(f"tasks.{name} = {keys!r:.40}; write a table, [tasks.{name}]")
         config = {key: value for key, value in keys.items() if key != "weight"}
-        weights.append(float(keys.get("weight", 1.0)))
-        if not weights[-1] > 0:
-            raise UserError(f"tasks.{name}.weight = {weights[-1]:g}; must be above 0")
+        weight = keys.get("weight", 1.0)
+        if not isinstance(weight, int | float) or not 0 < weight < math.inf:
+            raise UserError(f"tasks.{name}.weight = {weight!r:.40}; must be a number above 0")
+        weights.append(float(weight))
         try:
             sources[name] = gym.create_dataset(name, size=rows, seed=seed, **config)
         except (ValueError, TypeError, AssertionError) as error:
@@ -100,10 +106,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
-    chosen = tomllib.loads(args.tasks.read_text("utf-8"))
-    written = puzzle_rows(chosen.get("tasks", {}), args.rows, args.seed, chosen.get("guidance", ""))
-    for row in written:
-        sys.stdout.write(json.dumps(row) + "\n")
+    try:
+        chosen = read_toml(args.tasks)
+        tasks, guidance = chosen.get("tasks", {}), chosen.get("guidance", "")
+        for row in puzzle_rows(tasks, args.rows, args.seed, guidance):
+            sys.stdout.write(json.dumps(row) + "\n")
+    except UserError as error:
+        parser.exit(1, f"{error}\n")
 
 
 if __name__ == "__main__":

@@ -54,9 +54,31 @@ def test_trees_of_thought_are_asked_for_with_thinking_off_and_on(tmp_path, capsy
         ({}, "tasks is empty"),
         ({"no_such_puzzle": {}}, "tasks.no_such_puzzle"),
         ({"leg_counting": {"weight": 0}}, "tasks.leg_counting.weight"),
+        ({"leg_counting": {"weight": "much"}}, "tasks.leg_counting.weight = 'much'"),
+        ({"leg_counting": 3}, "tasks.leg_counting = 3; write a table"),
+        (["leg_counting"], "tasks = .'leg_counting'.; write a table for each task"),
         ({"leg_counting": {"legs": 3}}, "tasks.leg_counting"),
     ],
 )
 def test_mistakes_name_the_task(tasks, words):
     with pytest.raises(UserError, match=words):
         list(puzzle_rows(tasks, 1, 0))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "puzzles.toml: No such file"),
+        ("tasks =", "puzzles.toml: not valid TOML"),
+        ('guidance = "wood"', "guidance = 'wood'"),
+    ],
+)
+def test_mistakes_of_the_command_are_one_line(tmp_path, capsys, text, words):
+    file = tmp_path / "puzzles.toml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(SystemExit) as exit_:
+        main([str(file)])
+    error = capsys.readouterr().err
+    assert (exit_.value.code, len(error.splitlines())) == (1, 1)
+    assert words in error
