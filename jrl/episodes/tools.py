@@ -14,6 +14,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jrl.episodes.calls import run_either
 from jrl.episodes.gate import retrieve_error, run_within
 from jrl.episodes.host import ChatOptions, EnvError, Feedback, HostEnv, Limits, Reply
@@ -143,7 +145,7 @@ async def _judged(
 ) -> Feedback:
     """The end of an episode."""
     score = await run_either(reward, prompt, reply)
-    won = isinstance(score, int | float) and score >= 1
+    won = isinstance(score, int | float | np.number | np.bool_) and score >= 1
     # An answer that was cut before it was right is truncated, as a completion of one turn is.
     return Feedback(
         reward=score, done=True, success=bool(won), metrics=metrics, cut=reply.cut and not won

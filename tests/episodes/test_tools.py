@@ -79,6 +79,13 @@ def test_calls_are_answered_in_order_until_there_is_none(env):
     assert (feedback.done, feedback.reward, feedback.success) == (True, 0.0, False)
 
 
+@pytest.mark.parametrize("points", [1, True, np.float32(1), np.bool_(True), np.int64(1)])
+def test_an_answer_worth_1_is_a_success_whatever_its_number_is(points):
+    env = tool_env(TOOLS, HERMES, lambda prompt, reply: points, Limits())
+    _, feedback = turn(env, opened(env)[0], "42")
+    assert (feedback.reward, feedback.success) == (1, True)
+
+
 @pytest.mark.parametrize(
     ("text", "message", "count"),
     [
