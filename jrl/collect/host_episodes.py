@@ -142,9 +142,8 @@ class HostEpisodes(FromPrompts):
         problems, _ = self.prompts(request.key, order)
         chosen = [self._with_ask(prompt, k) for prompt in problems for k in range(self._asks)]
         score = self._scorer(request.weights)
-        remedy = "write absolute paths, or set data.isolate = true"
         with (
-            same_working_directory("data.env", remedy),
+            same_working_directory("data.env"),
             self._rows.loaded(root_key(request), request.weights[name], version) as key,
         ):
             seeds = partial(

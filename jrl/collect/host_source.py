@@ -30,6 +30,7 @@ from jrl.setup.features import check_division, host_features
 from jrl.setup.kind import Labels
 from jrl.setup.reward_parts import SUCCESS, RunRewards, reward_tables
 from jrl.setup.run import Run, run_features
+from jrl.system.working_directory import same_working_directory
 from jrl.types import Prompt
 from jrl.user_code import made_by
 
@@ -81,7 +82,11 @@ def try_env(run: Run) -> None:
     if env.extras.asks > 1:
         prompt = dataclasses.replace(prompt, meta={**prompt.meta, "ask": 0})
     turn = env, format_of(env, run.tokenizer), run.tokenizer, prompt, run.width
-    with contextlib.closing(Calls()) as calls, contextlib.ExitStack() as stack:
+    with (
+        same_working_directory(key),
+        contextlib.closing(Calls()) as calls,
+        contextlib.ExitStack() as stack,
+    ):
         if env.lifecycle.shutdown is not nothing_shared:
             stack.callback(close_env, calls, env)
         made_by(env.lifecycle.begin, key, 0, "train")

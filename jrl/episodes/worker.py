@@ -104,7 +104,7 @@ class Session:
         if request["do"] == "init":
             prompt = types.SimpleNamespace(**request["prompt"])
             self.state, opening = self.call("init", prompt, request["seed"])
-            return fields(opening)
+            return opening if isinstance(opening, list) else fields(opening)
         if request["do"] == "step":
             reply = types.SimpleNamespace(**request["reply"])
             self.state, feedback = self.call("step", self.state, reply)

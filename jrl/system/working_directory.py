@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def same_working_directory(user_code: str, remedy: str) -> Iterator[None]:
+def same_working_directory(user_code: str) -> Iterator[None]:
     """Goes back at the end, and warns, where something inside has changed the working directory.
 
     All threads share it: files of the run that are named by relative paths would be written and
@@ -17,21 +17,26 @@ def same_working_directory(user_code: str, remedy: str) -> Iterator[None]:
 
     Args:
       user_code: what runs inside, for the warning.
-      remedy: what would do in its place, for the warning.
     """
-    before = os.getcwd()
+    before = _directory()
     try:
         yield
     finally:
-        now = ""
-        with contextlib.suppress(OSError):  # it may have been removed since
-            now = os.getcwd()
-        if now != before:
+        now = _directory()
+        if before and now != before:
             os.chdir(before)
             logging.getLogger("jrl").warning(
                 "%s changed the working directory of the process to %s, which everything in it"
-                " shares; it was set back; %s",
+                " shares; it was set back; write absolute paths, or play it in a process of its own"
+                " (data.isolate)",
                 user_code,
                 now or "one that is gone",
-                remedy,
             )
+
+
+def _directory() -> str:
+    """The working directory; "" where it was removed."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
