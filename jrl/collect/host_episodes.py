@@ -113,7 +113,7 @@ class HostEpisodes(FromPrompts):
         self._shape = RowShape(0, *sizes, len(env.parts), env.limits.contexts, *named)
         self._asks = env.extras.asks if split == "train" else 1
         self._calls: Calls | None = None
-        self._opened = False  # any episode yet
+        self._opened = self._warned = False  # any episode yet; that no turn is paid
 
     def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout, step: int = 0) -> Groups:
         """Refused: the environment computes rewards only while it plays.
@@ -161,6 +161,7 @@ class HostEpisodes(FromPrompts):
             groups, counts = self._until_alive(chosen, of_attempt, play, min(2, group))
         failure = _report(groups)
         self._check_opened(groups, failure)
+        self._warn_of_turns(groups)
         batch = self._as_groups(groups, chosen, counts, group)
         return batch._replace(failure=failure or None)
 
@@ -176,6 +177,23 @@ class HostEpisodes(FromPrompts):
         if members and not self._opened:
             raise UserError(
                 f"data.env: none of the {len(members)} episodes of the first draw opened: {failure}"
+            )
+
+    def _warn_of_turns(self, groups: Sequence[Sequence[Transcript]]) -> None:
+        """Says once that all episodes end at the limit of turns, before anything is paid.
+
+        A coroutine that returns its reward is cancelled there, and nothing would be learned.
+        """
+        if self._warned or self._split != "train" or not any(self._weights.values()):
+            return
+        members = [t for g in groups for t in g if t.alive]
+        if members and all(t.stop == StopReason.TURNS and not t.points for t in members):
+            self._warned = True
+            logging.getLogger("jrl").warning(
+                "environment: all %d episodes ended at the limit of turns, data.turns = %d, without"
+                " a reward; raise it if they take more",
+                len(members),
+                self._env.limits.turns,
             )
 
     def _open_calls(self) -> Calls:

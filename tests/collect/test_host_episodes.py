@@ -20,6 +20,7 @@ from jrl.collect.run_rows import RunRows
 from jrl.collect.sources import simple_request
 from jrl.config import load_config
 from jrl.episodes.chat import PlainFormat
+from jrl.episodes.coroutine import coroutine_env
 from jrl.episodes.host import EnvExtras, Feedback, HostEnv, Lifecycle, Limits
 from jrl.errors import UserError
 from jrl.judging.host import HostScorer
@@ -160,6 +161,21 @@ def test_an_environment_that_changes_the_working_directory(
         source.draw(request_for(params, 4, 3))
     assert os.getcwd() == before
     assert "data.env changed the working directory" in caplog.text
+
+
+def test_episodes_that_all_end_at_the_limit_of_turns_unpaid_are_told_of_once(
+    make_source, params, caplog
+):
+    async def episode(policy, prompt):
+        for _ in range(3):
+            await policy(prompt.text)
+        return 1.0
+
+    limits = Limits(turns=1, turn_tokens=5)
+    source = make_source(coroutine_env(episode, limits=limits))
+    for _ in range(2):
+        assert (source.draw(request_for(params, 4, 1)).rewards == 0).all()
+    assert caplog.text.count(f"all {G} episodes ended at the limit of turns, data.turns = 1") == 1
 
 
 def test_groups_left_too_small_are_played_again(make_source, params, caplog):
