@@ -154,6 +154,24 @@ def test_a_resumed_run_drops_the_steps_it_runs_again(tmp_path):
     assert [entry["step"] for entry in only["resumed"]] == [3, -1]
 
 
+def test_the_evaluation_of_a_finished_run_is_there_once_when_it_is_repeated(tmp_path):
+    config, held_out = config_in(tmp_path), {"prompt": "1", "split": "eval"}
+    for _ in range(3):
+        writer = RunWriter(config)
+        if writer.resuming:
+            writer.truncate_after(2)
+        else:
+            writer.write_samples(0, [held_out])
+            for step in (1, 2):
+                writer.write(step, {"loss": 1})
+            writer.write_samples(2, [{"prompt": "2"}])
+        writer.write_samples(2, [held_out, held_out])
+        samples = strict(tmp_path / "samples.jsonl")
+        assert [(r["step"], "split" in r) for r in samples] == [
+            *((0, True), (2, False), (2, True), (2, True))
+        ]
+
+
 def test_a_half_line_in_the_middle_costs_only_itself(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, \n{"step": 3}\n3\n\n{"st')
