@@ -21,7 +21,7 @@ from jrl.models.config import ModelConfig
 from jrl.models.file_tokenizer import load_tokenizer
 from jrl.models.transformer import transformer
 from jrl.run.own_parts import check_own_parts
-from jrl.run.reward_probe import check_reward_columns, missing_math
+from jrl.run.reward_probe import check_reward_columns, check_searched_parts, missing_math
 from jrl.setup.features import features_of
 from jrl.setup.frozen import run_shape
 from jrl.setup.kind import Kind, RunData
@@ -70,8 +70,10 @@ def obstacles(config: Config, *, together: bool = True) -> list[str]:
         mistakes.lines.append(
             "data.train and data.task are both missing; name a file of prompts or a procedural task"
         )
-    if kind is not None:
-        look(lambda: reward_pool(config).close())
+    if kind is not None and (pool := look(lambda: reward_pool(config))) is not None:
+        if method is not None:
+            look(partial(check_searched_parts, config, method, kind, pool))
+        pool.close()
     if kind is not None and method is not None and tokenizer is not None:
         read = look(lambda: kind.read(tokenizer, method, partial(_head, config)))
         if read is not None:

@@ -11,6 +11,7 @@ from jrl.config import Config
 from jrl.config.tables import RewardTable
 from jrl.errors import UserError
 from jrl.judging.host import with_ends
+from jrl.methods.base import Method
 from jrl.rewards.base import Sample
 from jrl.rewards.columns import check_column, check_columns
 from jrl.rewards.combine import BY_GROUP
@@ -77,7 +78,7 @@ def probe_rewards(run: Run, pool: RewardPool) -> None:
       UserError: one of them fails, or returns something else than numbers; see ``RewardPool``. Or a
         part compares members of a group whose members a search judges one by one.
     """
-    _check_searched(run, pool)
+    check_searched_parts(run.config, run.method, run.kind, pool)
     names = [name for name in _own_rewards(run.config) if name in pool.functions]
     prompt = run.kind.first_prompt(run.data) if names else None
     if prompt is None:
@@ -91,12 +92,12 @@ def probe_rewards(run: Run, pool: RewardPool) -> None:
     pool.probe(names, sample, run.config.sampling.group)
 
 
-def _check_searched(run: Run, pool: RewardPool) -> None:
+def check_searched_parts(config: Config, method: Method, kind: Kind, pool: RewardPool) -> None:
     """Raises UserError for parts over groups where a search needs the reward of each leaf."""
-    search = run.method.draw.search
-    if search is None or "episodes" in run.kind.features:  # whose groups are judged when complete
+    search = method.draw.search
+    if search is None or "episodes" in kind.features:  # whose groups are judged when complete
         return
-    tables = reward_tables(run.config)
+    tables = reward_tables(config)
     by_group = [name for name, table in tables.items() if table.combine in BY_GROUP]
     by_group += [
         name for name in tables if name in pool.functions and _compares(name, tables, pool)

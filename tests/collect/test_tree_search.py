@@ -32,6 +32,7 @@ from jrl.methods.replays import replay_rare
 from jrl.models.transformer import transformer
 from jrl.objectives.policy import compute_advantages
 from jrl.run import run as running
+from jrl.run.diagnostics import obstacles
 from jrl.run.run import train
 from jrl.sampling.places import entropy
 from jrl.sampling.rows import Rows
@@ -601,8 +602,11 @@ def test_a_search_has_no_parts_that_compare_completions(part, tmp_path, letters_
             "sampling.max_new_tokens=9",
         ],
     )
-    with pytest.raises(UserError, match="rewards.x compares completions, and tree.by = 'frontier'"):
+    (line,) = obstacles(config)  # as jrl doctor says it
+    assert line.startswith("rewards.x compares completions, and tree.by = 'frontier'")
+    with pytest.raises(UserError) as refused:
         train(config, echo=lambda line: None)
+    assert str(refused.value) == line
     assert not (tmp_path / "run").exists()
 
 
