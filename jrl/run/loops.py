@@ -99,7 +99,9 @@ def train_on_host(training: Training, state: TrainState, notes: Mapping[str, Any
                 break
             batches.forget(records.position.cursor)
             loop.state = state = records.roll_back(state, progress.note)
-        if stopping.is_set() or stopping.late:
+        # By what all processes agreed on: a save by one that has heard a signal since would be one
+        # more than the others make.
+        if loop.stopped:
             records.save(state)  # before what is drawn ahead is waited for
     return state
 
@@ -116,6 +118,7 @@ class HostLoop:
 
     Attributes:
       state: of the last whole step; saved where the next one cannot be made.
+      stopped: whether the last step ended the loop because a process was asked to stop.
     """
 
     def __init__(
@@ -128,7 +131,7 @@ class HostLoop:
     ) -> None:
         self._records, self._stopping = records, stopping
         self._batches, self._progress = batches, progress
-        self.state = state
+        self.state, self.stopped = state, False
 
     def collect(
         self, key: Array, weights: Mapping[str, Params], *, step: int, cursor: int
@@ -168,7 +171,8 @@ class HostLoop:
         if not records.rolls_back:
             records.save_if_due(done, state)
         records.end_if_broken(state)
-        return stop_requested(self._stopping) or records.rolls_back
+        self.stopped = stop_requested(self._stopping)
+        return self.stopped or records.rolls_back
 
 
 # ---------------------------------------------------------------- all of it in one program

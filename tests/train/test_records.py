@@ -27,6 +27,7 @@ from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.lock import run_lock
 from jrl.storage.metrics import read_jsonl
 from jrl.system import processes
+from jrl.system.signals import Stopping
 from jrl.train import programs
 
 TASK = (
@@ -306,6 +307,27 @@ def test_a_signal_during_the_last_save_loses_nothing(tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(running, "write_report", lambda directory: directory)
     assert go(tmp_path / "run", "train.steps=2")["steps"] == 2
+
+
+def test_a_signal_after_the_last_look_makes_no_save_that_other_processes_do_not_make(monkeypatch):
+    def trained(state, *rest, **more):
+        stopping.set()  # nobody asks before the loop has ended
+        return state
+
+    saves, run = [], SimpleNamespace(config=SimpleNamespace(train=SimpleNamespace(steps=1)))
+    run.mesh = run.sampling_params = None
+    position = SimpleNamespace(cursor=0)
+    records = SimpleNamespace(position=position, start_clock=int, rolls_back=False, run=run)
+    records.save = saves.append
+    batches = contextlib.nullcontext(SimpleNamespace(notes=dict))
+    monkeypatch.setattr(loops, "training_batches", lambda *given: batches)
+    monkeypatch.setattr(loops, "train_steps", trained)
+    for name in ("drawn_weights", "replicated"):
+        monkeypatch.setattr(loops, name, lambda run: None)
+    stopping, state = Stopping(), SimpleNamespace(step=0)
+    training = loops.Training(run, None, records, stopping, None, print, None)
+    assert loops.train_on_host(training, state, {}) is state
+    assert saves == []  # ``run._run`` saves, in all of them
 
 
 def test_a_signal_that_another_process_heard_during_the_last_save_ends_this_one(
