@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -254,10 +255,11 @@ def score(
     heads, bodies = _readers(want, statistics)
     nets = {name: networks.get(name, network) for name in bodies}
     outputs = tuple(s for s in statistics if s.over == "values")
-    reads_values = bool(outputs) or "values" in want
+    reads_values = _reads_values(want, statistics)
     assert value is not None or not reads_values, "an objective that needs values has a network"
     value = value if reads_values else None
-    shared = _shares_prompts(batch, nets, value)
+    how: dict[str, Any] = {"network": network, "value": value, "networks": networks}
+    shared = shares_prompts(want=want, statistics=statistics, **how)
     states: dict[str, Array] = {}
     stats: Stats = {}
     router: Stats = {}
@@ -272,6 +274,7 @@ def score(
         if value is not None:
             stats["values"] = value.apply_shared(params["value"], states["policy"], plain)  # type: ignore
     else:
+        _check_unshared(batch)
         sequences = rows(batch)
         before, tokens = sequences.before[:, :, None], constrain(sequences.tokens, "batch", None)
         where = sequences.positions, sequences.segments
@@ -311,28 +314,41 @@ def score(
     return selected | router if "router" in want else selected
 
 
-def _shares_prompts(
-    batch: Batch, networks: Mapping[str, Network], value: ValueNetwork | None
+def shares_prompts(
+    *,
+    network: Network,
+    value: ValueNetwork | None,
+    want: frozenset[str],
+    statistics: tuple[Statistic, ...] = (),
+    networks: Mapping[str, Network] = NOTHING,
 ) -> bool:
-    """Whether all networks take rows that share their prompts.
+    """Whether ``score`` reads a prompt once for its group: all networks that it reads can do so.
 
-    Raises:
-      UserError: the batch's routing is to be replayed, or its rows have several contexts, which
-        only such rows can.
+    The arguments are those of ``score``.
     """
-    shared = all(network.extras.hidden_shared is not None for network in networks.values())
-    shared = shared and (value is None or value.apply_shared is not None)
-    if batch.routing is not None and not shared:
+    _, bodies = _readers(want, statistics)
+    shared = all(networks.get(n, network).extras.hidden_shared is not None for n in bodies)
+    if value is None or not _reads_values(want, statistics):
+        return shared
+    return shared and value.apply_shared is not None
+
+
+def _reads_values(want: frozenset[str], statistics: tuple[Statistic, ...]) -> bool:
+    return "values" in want or any(s.over == "values" for s in statistics)
+
+
+def _check_unshared(batch: Batch) -> None:
+    """Raises UserError for a batch that only rows which share their prompts can hold."""
+    if batch.routing is not None:
         raise UserError(
             "objective.router_replay = true: a network of this run does not take rows that share "
             "prompts, which is how routing is replayed; use those of jrl.models.transformer"
         )
-    if "context" in batch.ids and not shared:
+    if "context" in batch.ids:
         raise UserError(
             "data.contexts: a network of this run does not take rows that share prompts, which is "
             "how the contexts of an episode are laid out; use those of jrl.models.transformer"
         )
-    return shared
 
 
 def _of_sequences(

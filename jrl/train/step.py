@@ -34,7 +34,7 @@ from jrl.setup.compiler import compiler_options
 from jrl.setup.features import schedule_features
 from jrl.train.batch_rows import in_parts, split, undivided
 from jrl.train.router import ROUTER, RouterTraining, routed_tokens, router_loss, router_pairs
-from jrl.train.score import policies_of, score
+from jrl.train.score import policies_of, score, shares_prompts
 from jrl.train.step_metrics import Metrics, batch_metrics, drift, summarise
 from jrl.types import (
     NOTHING,
@@ -284,24 +284,20 @@ def live_statistics(
       (params, batch, distribution) -> statistics. The params are those being trained and those of
       the frozen policies, by name; the batch is as ``complete`` and the advantage left it.
     """
+    return partial(score, **_live(parts, also))
+
+
+def _live(parts: Parts, also: frozenset[str]) -> dict[str, Any]:
+    """Arguments of ``score`` for the statistics that carry gradient."""
     objective = parts.objective
-    return partial(
-        score,
-        network=parts.network,
-        value=parts.value,
-        want=frozenset({"logprobs", "entropy", "values"} & objective.needs | {"logprobs"}) | also,
-        statistics=tuple(s for s in objective.statistics if not s.start),
-        networks=parts.networks,
-    )
-
-
-def _shares_prompts(parts: Parts) -> bool:
-    """Whether the rows of a gradient share their prompts, as ``score`` lays them out."""
-    over_values = any(s.over == "values" for s in parts.objective.statistics)
-    value = parts.value if over_values or "values" in parts.objective.needs else None
-    return parts.network.extras.hidden_shared is not None and (
-        value is None or value.apply_shared is not None
-    )
+    return {
+        "network": parts.network,
+        "value": parts.value,
+        "want": frozenset({"logprobs", "entropy", "values"} & objective.needs | {"logprobs"})
+        | also,
+        "statistics": tuple(s for s in objective.statistics if not s.start),
+        "networks": parts.networks,
+    }
 
 
 def draw_tie_breakers(key: Array, n: int, g: int) -> Array:
@@ -327,7 +323,8 @@ def _gradient(
     objective, microbatches = parts.objective, parts.microbatches
     # Counts of the whole minibatch, so that each microbatch adds its share of the one mean: a mean
     # of microbatch means would weigh tokens of short microbatches more.
-    counts, live = term_counts(objective, minibatch), live_statistics(parts, frozenset({"router"}))
+    counts, reads = term_counts(objective, minibatch), _live(parts, frozenset({"router"}))
+    live, shared = partial(score, **reads), shares_prompts(**reads)
 
     def loss(params: Params, rows: tuple[Batch, Array]) -> tuple[Array, tuple[Pairs, Stats]]:
         batch, advantages = rows
@@ -339,7 +336,7 @@ def _gradient(
         mean = combine_terms(objective, terms, objective_state)
         if router:
             # By the tokens of the minibatch, for the same reason as the counts above.
-            tokens = routed_tokens(minibatch, shared=_shares_prompts(parts))
+            tokens = routed_tokens(minibatch, shared=shared)
             more, router = router_loss(parts.router, router, tokens)
             mean += more
         share = {"loss": (mean, jnp.float32(1 / microbatches))}

@@ -18,7 +18,7 @@ from jrl.objectives.members import value_output
 from jrl.sampling.params import make_sampling_params
 from jrl.train import score as module
 from jrl.train.batch_rows import in_parts, rows, shared_rows, split
-from jrl.train.score import head_statistics, score
+from jrl.train.score import head_statistics, score, shares_prompts
 from jrl.types import Head, Statistic, ValueNetwork
 
 DISTRIBUTIONS = {
@@ -109,6 +109,23 @@ def test_against_single_sequences(scored, alone, batch, sampling_params):
                 assert stats["logprobs"][i, j, t] == pytest.approx(x[token] - total, abs=1e-5)
                 assert stats["entropy"][i, j, t] == pytest.approx(-(p * np.log(p)).sum(), abs=1e-5)
     assert any_dropped == sampling_params.truncates
+
+
+def test_prompts_are_shared_where_all_networks_that_are_read_can_share_them():
+    shares = transformer(SMALL)
+    alone = shares._replace(extras=shares.extras._replace(hidden_shared=None))
+    both = Statistic("gap", lambda distributions, token: token, ("policy", "teacher"))
+
+    def read(policy, *statistics, value=None, want=BOTH, **networks):
+        how = {"network": policy, "value": value, "networks": networks}
+        return shares_prompts(want=want, statistics=statistics, **how)
+
+    assert read(shares)
+    assert not read(alone)
+    assert read(shares, teacher=alone)  # which nothing reads
+    assert not read(shares, both, teacher=alone)
+    assert read(shares, value=value_network(alone))
+    assert not read(shares, value=value_network(alone), want=BOTH | {"values"})
 
 
 def test_rows_lay_prompt_and_completion_side_by_side(batch):
