@@ -59,17 +59,27 @@ def may_differ(key: str) -> bool:
 
 
 def keys_of_servers(config: Config) -> frozenset[str]:
-    """Dotted keys of judges behind an API that a resumed run may have other values of.
+    """Dotted keys about servers that a resumed run may have other values of.
 
-    They say where and how a server is asked, which has another address after each of its own
-    restarts. The model and the questions stay those of the run.
+    Judges behind an API, and environments and writers of the library that ask a server: where it is
+    and how it is asked, as it has another address after each restart of its own. The model and the
+    questions stay those of the run.
     """
     judges = [
         name
         for name, part in config.rewards.items()
         if (part.function or name) == "judge" and part.options.get("url")
     ]
-    return frozenset(f"rewards.{name}.{key}" for name in judges for key in _OF_SERVERS)
+    keys = {f"rewards.{name}.{key}" for name in judges for key in _OF_SERVERS}
+    options, env = config.data.model_extra or {}, getattr(config.data, "env", None)
+    if isinstance(env, str) and ":" not in env:  # else its options mean what its author says
+        if isinstance(options.get("url"), str):
+            keys |= {"data.url", "data.key_variable"}
+        if isinstance(options.get("server"), str):  # a list is a command
+            keys.add("data.server")
+    if isinstance(options.get("writer"), Mapping):
+        keys |= {"data.writer.url", "data.writer.key_variable"}
+    return frozenset(keys)
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -212,6 +212,20 @@ def test_the_server_of_a_judge_may_move_and_its_model_stays():
         assert config_hash(began) != config_hash(other)
 
 
+def test_the_server_of_an_environment_may_move_and_its_model_stays():
+    def played(url, model="m", writer="http://c/v1", env="guided"):
+        writer = f"data.writer={{url='{writer}', model='{model}'}}"
+        more = f"data.env='{env}'", f"data.url='{url}'", f"data.model='{model}'", writer
+        return load_config(None, ["data.train=rows.jsonl", *more])
+
+    began, moved = played("http://a/v1"), played("http://b/v1", writer="http://d/v1")
+    assert differences(began, moved, "there", "now") == []
+    assert config_hash(began) == config_hash(moved)
+    assert len(differences(began, played("http://a/v1", "n"), "there", "now")) == 2
+    ours = (played(url, env="mine.py:env") for url in ("http://a/v1", "http://b/v1"))
+    assert len(differences(*ours, "there", "now")) == 1
+
+
 @pytest.mark.parametrize("key", RENAMED)
 def test_an_old_key_says_what_to_write_now(key):
     assert key not in {entry.name for entry in describe()}
