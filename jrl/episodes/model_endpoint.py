@@ -97,7 +97,9 @@ def endpoint(
         request = urllib.request.Request(f"{url.rstrip('/')}/chat/completions", body, headers)
         try:
             with _opener().open(request, timeout=timeout) as reply:
-                return json.loads(_body(reply, most_bytes))["choices"][0]["message"]["content"]
+                content = json.loads(_body(reply, most_bytes))
+                _check_error(content, request.full_url, reply.headers)
+                return content["choices"][0]["message"]["content"]
         except urllib.error.HTTPError as error:
             # The body has the reason; the status alone does not.
             with contextlib.suppress(OSError, http.client.HTTPException):
@@ -153,6 +155,21 @@ def environment_variable(name: str, key: str) -> str:
     if name not in os.environ:
         raise UserError(f"{key} names {name!r}, and there is no such environment variable")
     return os.environ[name]
+
+
+def _check_error(content: Any, url: str, headers: Any) -> None:
+    """Raises the HTTPError that a body names, as routers do that have sent the status 200 before.
+
+    >>> _check_error({"error": {"code": 502, "message": "no provider"}}, "http://a/v1", None)
+    Traceback (most recent call last):
+    ...
+    urllib.error.HTTPError: HTTP Error 502: no provider
+    """
+    error = content.get("error") if isinstance(content, dict) and "choices" not in content else None
+    code = error.get("code") if isinstance(error, dict) else None
+    if type(code) is int and 400 <= code < 600:
+        reason = " ".join(str(error.get("message", "")).split())[:300]
+        raise urllib.error.HTTPError(url, code, reason, headers, io.BytesIO())
 
 
 def _body(reply: Any, most: int | None) -> bytes:

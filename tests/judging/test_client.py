@@ -1,6 +1,7 @@
 """The client of judges against a server that is slow, down, limited, broken, or lies."""
 
 import contextlib
+import json
 import math
 import socket
 import threading
@@ -92,6 +93,26 @@ def test_a_failure_that_passes_is_tried_again():
         verdicts, counts = client(url, retries=2).verdicts(questions("b"))
     assert verdicts == [None]
     counted(counts, calls=3, retries=2, failures=1)
+
+
+def test_an_error_in_a_body_of_status_200_is_one_of_its_code():
+    def body(code):
+        return 200, {}, json.dumps({"error": {"code": code, "message": "no provider"}})
+
+    replies = [body(429), body(502), "Score: 5"]
+    with judge_server(lambda _, number: replies[number]) as (url, _):
+        verdicts, counts = client(url).verdicts(questions("a"))
+    assert verdicts == [0.5]
+    counted(counts, calls=3, retries=2)
+    with judge_server(lambda *_: body(401)) as (url, _):
+        verdicts, counts = client(url).verdicts(questions("a"))
+        counted(counts, calls=1, failures=1)
+        with pytest.raises(UserError, match="refuses model 'm' .401 no provider"):
+            client(url).probe()
+    with judge_server(lambda *_: body("odd")) as (url, _):
+        verdicts, counts = client(url).verdicts(questions("a"))
+    assert verdicts == [None]
+    counted(counts, calls=1, unreadable=1)
 
 
 def test_what_is_refused_is_not_tried_again():
