@@ -69,6 +69,8 @@ def _weights(weights: Sequence[float], size: int) -> Sequence[float]:
     """The weights of some parts, 1 for each where there are none."""
     if weights and len(weights) != size:
         raise UserError(f"weights has {len(weights)} numbers for {size} parts")
+    if not all(map(math.isfinite, weights)):
+        raise UserError(f"weights = {list(weights)}; write finite numbers")
     if weights and not any(weights):
         raise UserError(f"weights = {list(weights)}, of which none counts; set one other than 0")
     return weights or [1.0] * size
@@ -136,6 +138,8 @@ def sequence(c: Columns, least: float = 1.0, weights: Sequence[float] = ()) -> A
 
 def saturate(c: Columns, limit: float = 1.0, weights: Sequence[float] = ()) -> Any:
     """Limit tanh(s / limit), s the weighted sum: it grows like s at 0 and never past ``limit``."""
+    if not 0 < limit < math.inf:
+        raise UserError(f"limit = {limit}; write a number above 0")
     return limit * _xp(c).tanh(_total(c, weights) / limit)
 
 
@@ -143,6 +147,8 @@ def clip(
     c: Columns, low: float = -math.inf, high: float = math.inf, weights: Sequence[float] = ()
 ) -> Any:
     """The weighted sum, held between ``low`` and ``high``."""
+    if not low < high:
+        raise UserError(f"low = {low}, high = {high}; between them is nothing")
     return _xp(c).clip(_total(c, weights), low, high)
 
 
@@ -180,7 +186,8 @@ def schedule(c: Columns, steps: Sequence[int], factors: Sequence[float]) -> Any:
 
     Linear between ``steps``, with the first factor before them and the last one after.
     """
-    if len(steps) != len(factors) or list(steps) != sorted(set(steps)) or not steps:
+    finite = all(map(math.isfinite, [*steps, *factors]))
+    if len(steps) != len(factors) or list(steps) != sorted(set(steps)) or not steps or not finite:
         raise UserError(
             f"steps = {list(steps)}, factors = {list(factors)}; give a factor for each of some"
             " rising steps"

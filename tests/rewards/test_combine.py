@@ -125,6 +125,11 @@ def test_parts_of_parts_are_made_in_order():
         ("gate", ["a", "b"], {"leats": 1.0}, "leats"),
         ("schedule", ["a"], {"steps": [2, 1], "factors": [0.0, 1.0]}, "rising steps"),
         ("normalise", ["a"], {"over": "all"}, "over = 'all'; choose from batch, group"),
+        ("sum", ["a"], {"weights": [NAN]}, r"weights = \[nan\]; write finite numbers"),
+        ("saturate", ["a"], {"limit": 0.0}, r"limit = 0\.0; write a number above 0"),
+        ("clip", ["a"], {"low": 1.0, "high": 0.0}, r"low = 1\.0, high = 0\.0"),
+        ("clip", ["a"], {"low": NAN}, r"low = nan, high = inf"),
+        ("schedule", ["a"], {"steps": [1], "factors": [NAN]}, r"factors = \[nan\]"),
         ("by_kind", ["a"], {"column": "k", "cases": {"m": "z"}}, "cases names z, and of has a"),
     ],
 )
