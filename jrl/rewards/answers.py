@@ -354,21 +354,22 @@ def _inequality(text: str, inner: Callable[[str], Answer]) -> Answer | None:
 
 def _both(listed: Items | Named) -> Items | Named:
     """1 < x < 3 for x > 1 and x < 3; anything else, such as x < 1 and x > 3, is a list."""
-    rays = listed.value.items if isinstance(listed, Named) and _is_list(listed.value) else ()
-    if len(rays) != 2 or not all(isinstance(x, Items) and len(x.items) == 2 for x in rays):
+    value = listed.value if isinstance(listed, Named) else None
+    if not isinstance(listed, Named) or not isinstance(value, Items) or len(value.items) != 2:
+        return listed
+    rays = [x for x in value.items if isinstance(x, Items) and len(x.items) == 2]
+    if value.brackets or len(rays) != 2 or not all(len(x.brackets) == 2 for x in rays):
         return listed
     first, second = rays
     above, below = (first, second) if first.items[1] == _INFINITE[1] else (second, first)
     (low, no_limit), (no_least, high) = above.items, below.items
-    if (no_least, no_limit) != _INFINITE or not all(isinstance(x, Quantity) for x in (low, high)):
+    if (no_least, no_limit) != _INFINITE:
+        return listed
+    if not (isinstance(low, Quantity) and isinstance(high, Quantity)):
         return listed
     if not (low.value < high.value and low.unit == high.unit and low.percent == high.percent):
         return listed
     return Named(listed.name, Items(above.brackets[0] + below.brackets[1], (low, high)))
-
-
-def _is_list(answer: Answer) -> bool:
-    return isinstance(answer, Items) and answer.brackets == ""
 
 
 def _is_name(term: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jrl.errors import UserError
@@ -30,8 +30,12 @@ def normalised(text: str) -> str:
     >>> normalised("The  Eiffel Tower!")
     'eiffel tower'
     """
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", _unpunctuated(text)).split())
+
+
+def _unpunctuated(text: str) -> str:
     bare = "".join(c for c in text.lower() if c not in set(string.punctuation))
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
+    return " ".join(bare.split())
 
 
 def references(answer: Any, key: str) -> list[str]:
@@ -50,6 +54,7 @@ def references(answer: Any, key: str) -> list[str]:
 def exact_match(samples: list[Sample]) -> list[float]:
     """1 where the stated answer is one of the references in SQuAD's form, else 0.
 
+    References of which nothing is left in that form, such as "A" and "+", keep what they have.
     verl's ``search_r1_like_qa_em`` without its fine for many answer tags.
     """
     return _best(samples, "rewards.exact_match", lambda a, b: float(a == b))
@@ -57,7 +62,7 @@ def exact_match(samples: list[Sample]) -> list[float]:
 
 def contains(samples: list[Sample]) -> list[float]:
     """1 where the stated answer holds one of the references, both in SQuAD's form, else 0."""
-    return _best(samples, "rewards.contains", lambda a, b: float(bool(b) and b in a))
+    return _best(samples, "rewards.contains", lambda a, b: float(b in a))
 
 
 def f1(samples: list[Sample]) -> list[float]:
@@ -81,10 +86,22 @@ def word_f1(answer: str, reference: str) -> float:
 def _best(samples: list[Sample], key: str, compare: Any) -> list[float]:
     points = []
     for sample in samples:
-        answer = normalised(stated_answer(sample.completion))
-        texts = [normalised(text) for text in references(sample.prompt.answer, key)]
-        points.append(max(compare(answer, text) for text in texts))
+        answer = stated_answer(sample.completion)
+        texts = references(sample.prompt.answer, key)
+        points.append(max(_compared(answer, text, compare) for text in texts))
     return points
+
+
+def _compared(answer: str, text: str, compare: Any) -> float:
+    """The points of an answer beside a reference.
+
+    Of "A" and "+" nothing is left in SQuAD's form, where "the" and "" would be right.
+    """
+    forms: tuple[Callable[[str], str], ...] = (normalised, _unpunctuated, str.strip)
+    for form in forms:
+        if reference := form(text):
+            return float(compare(form(answer), reference))
+    return float(not answer.strip())
 
 
 # A small "a" before a word is an article.

@@ -249,6 +249,11 @@ def test_answers_in_words():
     assert points("exact_match", near) == [0.0]
     assert points("f1", near) == [pytest.approx(0.8)]
     assert points("contains", sample("it is the big apple, yes", "big apple")) == [1.0]
+    for name in ("exact_match", "f1"):  # of "A" and "+" SQuAD's form leaves nothing
+        letters = [sample(text, "A") for text in ("A.", "a", "the", "", "B")]
+        assert points(name, *letters) == [1.0, 1.0, 0.0, 0.0, 0.0]
+        signs = [sample(text, "+") for text in ("+", "-", "a", "")]
+        assert points(name, *signs) == [1.0, 0.0, 0.0, 0.0]
     with pytest.raises(UserError, match=r"rewards\.f1: the answer is \[\]; give a text"):
         points("f1", sample("x", []))
 
