@@ -193,6 +193,39 @@ def _near(table: str, name: str, inside: Sequence[str]) -> str:
     return f"keys of [{table}] are {', '.join(inside)}"
 
 
+NAMES_ELSEWHERE = {
+    "optimizer.learning_rate": "lr actor_lr",
+    "optimizer.clip_norm": "max_grad_norm grad_clip max_norm gradient_clip gradient_clipping",
+    "optimizer.warmup_steps": "num_warmup_steps lr_warmup_steps",
+    "train.prompts": "batch_size train_batch_size rollout_batch_size per_device_train_batch_size",
+    "train.microbatches": "gradient_accumulation_steps grad_accum gradient_accumulation",
+    "train.steps": "max_steps total_steps num_steps total_training_steps iterations",
+    "sampling.group": "n num_generations group_size n_samples_per_prompt rollout_n",
+    "sampling.max_new_tokens": "max_tokens max_completion_length max_response_length max_length"
+    " generate_max_len",
+    "data.max_prompt_tokens": "max_prompt_length prompt_max_len",
+    "data.fields.question": "prompt_key prompt_column input_key",
+    "data.fields.answer": "answer_column label_key",
+    "data.system": "system_prompt",
+    "data.eval": "val_files eval_dataset test validation",
+    "data.train": "train_files train_dataset dataset_name dataset",
+    "model.path": "model_name model_name_or_path pretrain base_model",
+    "objective.epochs": "num_iterations ppo_epochs",
+    "eval.every": "eval_steps test_freq eval_interval",
+    "checkpoint.every": "save_steps save_freq save_interval",
+    "checkpoint.keep": "save_total_limit",
+    "run.dir": "output_dir save_path default_local_dir",
+    "log.to": "report_to logger",
+    "lora.rank": "r lora_r lora_rank",
+    "lora.alpha": "lora_alpha",
+    "lora.targets": "target_modules lora_target_modules",
+    "mesh.tensor": "tp tensor_parallel_size tensor_model_parallel_size",
+    "mesh.data": "dp data_parallel_size",
+}
+"""Key -> names that other libraries have for it."""
+_KEYS = {name: key for key, names in NAMES_ELSEWHERE.items() for name in names.split()}
+
+
 def _unknown_key(key: str, value: Any, kind_name: str | None) -> str:
     """The error for an unknown key, or one of another kind of table, with the nearest valid one.
 
@@ -220,7 +253,9 @@ def _unknown_key(key: str, value: Any, kind_name: str | None) -> str:
     if table.startswith("watch."):
         inside = list(WatchTable.model_fields)
     elsewhere = [name for name in names if name.rpartition(".")[2] == last]
-    if difflib.get_close_matches(last, inside, n=1) or (inside and not elsewhere):
+    if last.lower() in _KEYS and not elsewhere:
+        hint = f"did you mean {_KEYS[last.lower()]}?"
+    elif difflib.get_close_matches(last, inside, n=1) or (inside and not elsewhere):
         hint = _near(table, last, inside)
     elif elsewhere:  # the right name in the wrong table is a common slip
         hint = f"did you mean {' or '.join(elsewhere[:3])}?"

@@ -18,6 +18,7 @@ from jrl.evaluate.samples import samples_of
 from jrl.evaluate.statistics import CALIBRATION, evaluation_metrics
 from jrl.rewards.pool import RewardPool
 from jrl.setup.adapters import restore_policy
+from jrl.setup.kind import RunData
 from jrl.setup.reward_parts import function_of, reward_pool, reward_tables
 from jrl.setup.run import Run, question_prompts
 from jrl.train import build, programs
@@ -239,11 +240,14 @@ def sample_run(
       UserError: a prompt that the tokenizer or the task's length does not allow, or no such
         checkpoint.
     """
-    run = build.setup(config, trains=False)
     held_out = not prompts
+    run = build.setup(config, trains=False) if held_out else build.policy_run(config)
     if prompts:
-        kind, listed = run.kind.asked(prompts, partial(question_prompts, run))
-        run = run._replace(kind=kind, data=run.data._replace(prompts={"eval": listed}))
+        longest = run.kind.longest_prompt
+        kind, listed = run.kind.asked(prompts, partial(question_prompts, run, most=longest))
+        data = RunData({"eval": listed}, {}, {})
+        run = run._replace(kind=kind, data=data, width=max(run.width, kind.width(data)))
+        kind.check_lengths(run.network, run.width)
     elif not run.kind.problems(run.data, count, "eval"):
         raise UserError("data.eval is missing; give prompts, or a file of held-out ones")
     table = run.config.eval.model_copy(

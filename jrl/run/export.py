@@ -52,7 +52,7 @@ def export_run(
     lora = lora_of(config)
     if adapters and lora is None:
         raise UserError("the run has no adapters ([lora] is not set); remove --adapters")
-    run = build.setup(config, trains=False)
+    run = build.policy_run(config)
     if run.model is None:
         raise UserError(
             f"model.network = {config.model.network!r}: a Hugging Face checkpoint holds the"

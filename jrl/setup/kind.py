@@ -207,7 +207,7 @@ class Kind:
         """P: the longest prompt, rounded up so that a few more rows change no program."""
         lengths = [len(p.tokens) for listed in data.prompts.values() for p in listed]
         lengths += [len(j.prompt) for listed in data.judged.values() for j in listed]
-        return rounded(max(lengths))
+        return rounded(max(lengths, default=1))
 
     def stop_tokens(self, tokenizer: Any) -> tuple[int, ...]:
         """The ids that end a completion."""

@@ -1,6 +1,7 @@
 """From a configuration to the values a run is made of. Strings become functions here, once.
 
 run = setup(config)                       # everything but the state; see ``programs``
+run = policy_run(config)                  # without data and judges, to draw from it or export it
 run = bare_run(config, mesh, model=...)   # without data and weights, to plan it
 """
 
@@ -85,6 +86,29 @@ def setup(config: Config, *, trains: bool = True) -> Run:
             judges=load_judge_models(config, run.rewards, mesh, run.network.max_length),
         ),
     )
+
+
+def policy_run(config: Config) -> Run:
+    """A run's policy and what prompts are made with; reads no data and loads no judges.
+
+    Its width is that of an empty prompt where the data decide it.
+
+    Args:
+      config: of the run; the files of ``[data]`` may be on another machine.
+
+    Raises:
+      UserError: there is no such model, or it does not fit the mesh.
+    """
+    kind = kind_of(config)
+    mesh, _ = make_meshes(config, apart=False)
+    tokenizer, model, params = _model(config, kind)
+    width = kind.width(RunData({}, {}, {}))
+    run = bare_run(
+        config, mesh, kind=kind, model=model, tokenizer=tokenizer, width=width, trains=False
+    )
+    if model is not None:
+        params = start_params(config, model, run.network, params)
+    return run._replace(params=params)
 
 
 def bare_run(

@@ -15,7 +15,7 @@ from jrl.config import (
     load_config,
     may_differ,
 )
-from jrl.config.explain import RENAMED
+from jrl.config.explain import NAMES_ELSEWHERE, RENAMED
 from jrl.config.stored import differences
 from jrl.errors import UserError
 
@@ -39,12 +39,30 @@ UNKNOWN = {
     "lora.rnk=2": "unknown key lora.rnk = 2; did you mean lora.rank?",
     "frozn.ref=x": "unknown key frozn; did you mean frozen?",
     "zzz=1": "tables are checkpoint, data, eval",
+    # as other libraries call them
+    "lr=1e-5": "unknown key lr = 1e-05; did you mean optimizer.learning_rate?",
+    "sampling.num_generations=8": "did you mean sampling.group?",
+    "data.prompt_key=text": "did you mean data.fields.question?",
+    "train.ppo_epochs=2": "did you mean objective.epochs?",
 }
 
 
 @pytest.mark.parametrize("override", UNKNOWN)
 def test_unknown_key_suggests_the_nearest(override):
     assert UNKNOWN[override] in fails([override])
+
+
+@pytest.mark.parametrize("key", NAMES_ELSEWHERE)
+def test_keys_that_other_libraries_call_otherwise_are_there(key):
+    names = {each.name for each in describe()}
+    free = {
+        "data.fields": ("question", "answer"),
+        "objective": ("epochs",),
+        "mesh": ("data", "tensor"),
+    }
+    table, _, last = key.rpartition(".")
+    assert key in names or last in free[table]
+    assert not set(NAMES_ELSEWHERE[key].split()) & {name.rpartition(".")[2] for name in names}
 
 
 @pytest.mark.parametrize(
