@@ -42,9 +42,14 @@ def reward_tables(value: object) -> object:
 
 
 def _names(remedy: str) -> AfterValidator:
-    """Refuses a path that is empty, or holds a character that no path holds."""
+    """Refuses a path that is empty, an address, or holds a character that no path holds."""
 
     def check(value: str) -> str:
+        if "://" in value:  # would be a directory "gs:" on this machine
+            raise ValueError(
+                "is an address; name a directory, in which a bucket may be mounted, or a model of"
+                " the Hugging Face Hub as ORG/NAME"
+            )
         if not value.strip() or "\0" in value:
             raise ValueError(remedy)
         return value

@@ -96,6 +96,13 @@ def open_dataset(
         return _TfdsDataset(spec, tfds_dir, key)
     if (of_hub := hub_name(spec)) is not None:
         return _rows_of(data_files(of_hub, key), spec, key)
+    if not spec.strip():
+        raise UserError(f"{key} = {spec!r}: is empty; {_FORMS}")
+    if "://" in spec:
+        raise UserError(
+            f"{key} = {spec!r}: is an address, and none is fetched; download it and name the file,"
+            " or name a data set of the Hugging Face Hub as ORG/NAME"
+        )
     path = Path(spec).expanduser()
     if _suffix(path) is None and not path.is_dir():
         raise UserError(f"{key} = {spec!r}; {_FORMS}")
@@ -112,7 +119,8 @@ def open_dataset(
             " file and name that"
         )
     if not path.is_file():
-        raise UserError(f"{key} = {spec!r}: there is no such file {_looked(path)}")
+        several = "; name several files as DIR/*.jsonl, or in a table with weights" * ("," in spec)
+        raise UserError(f"{key} = {spec!r}: there is no such file {_looked(path)}{several}")
     return _rows_of([path], spec, key)
 
 

@@ -52,6 +52,15 @@ def test_unknown_key_suggests_the_nearest(override):
     assert UNKNOWN[override] in fails([override])
 
 
+@pytest.mark.parametrize(
+    "override",
+    ["run.dir=gs://bucket/run", "model.path=https://huggingface.co/Qwen/Qwen3-0.6B"],
+)
+def test_an_address_is_no_directory(override):
+    key, _, address = override.partition("=")
+    assert f"{key} = '{address}'; is an address; name a directory" in fails([override])
+
+
 @pytest.mark.parametrize("key", NAMES_ELSEWHERE)
 def test_keys_that_other_libraries_call_otherwise_are_there(key):
     names = {each.name for each in describe()}

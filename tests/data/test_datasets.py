@@ -61,6 +61,13 @@ def test_bytes_that_are_not_utf8_are_named(tmp_path):
 def test_files_that_cannot_be_sources(tmp_path):
     with pytest.raises(UserError, match=r"there is no such file"):
         open_dataset(str(tmp_path / "none.jsonl"))
+    for address in ("https://x.org/a.jsonl", "s3://b/a.jsonl", "file:///tmp/a.jsonl"):
+        with pytest.raises(UserError, match="is an address, and none is fetched; download it"):
+            open_dataset(address)
+    with pytest.raises(UserError, match="no such file .* name several files as DIR/"):
+        open_dataset(f"{tmp_path}/a.jsonl,b.jsonl")
+    with pytest.raises(UserError, match="data = '': is empty; name a FILE"):
+        open_dataset("")
     with pytest.raises(UserError, match="the file has no rows"):
         open_dataset(write_lines(tmp_path / "empty.jsonl", "", " "))
     with pytest.raises(UserError, match=r"name a FILE\.jsonl"):
