@@ -34,6 +34,7 @@ from jrl.methods import find_method
 from jrl.models import hf
 from jrl.sampling.params import make_sampling_params
 from jrl.setup.adapters import policy_of
+from jrl.setup.frozen import frozen_params
 from jrl.setup.kinds import kind_of
 from jrl.setup.objective import COMMON, method_of
 from jrl.setup.run import Run
@@ -42,6 +43,7 @@ from jrl.system.compile_cache import enable_compile_cache
 from jrl.train import build, programs
 from jrl.train.compiled import held_out, iterate, warm_start
 from jrl.train.memory_check import check_weights
+from jrl.train.reward_model import value_start
 from jrl.train.trainable import check_trainable
 from jrl.types import Array, Params
 
@@ -235,8 +237,8 @@ class _Start:
         warmup, weights = run.config.warmup, hf.in_memory(run.params)
         task: Any = run.task
 
-        def begin(key: Array) -> tuple[Array, Params]:
-            state = make(key, weights, {})
+        def begin(key: Array, frozen: dict[str, Params]) -> tuple[Array, Params]:
+            state = make(key, weights, frozen)
             policy = policy_of(state, run.network)
             if warmup.steps:
                 policy, _ = warm_start(
@@ -268,22 +270,35 @@ class _Start:
             return {"accuracy": groups.rewards[..., 0].mean()} | turns
 
         self.measure = jax.jit(jax.vmap(measured))
-        self.roots, self.policies = jax.jit(jax.vmap(begin))(keys)
+        begun = jax.jit(jax.vmap(begin, (0, None)))
+        self.roots, self.policies = begun(keys, _frozen_of(run))
         self.metrics = jax.device_get(self.measure(self.roots, self.policies))
+
+
+def _frozen_of(run: Run) -> dict[str, Params]:
+    """The frozen policies that a run names and reads, on the host."""
+    return {name: hf.in_memory(frozen_params(run.config, name)) for name in run.networks}
 
 
 def _train(run: Run, keys: Array, start: _Start) -> list[dict[str, Any]]:
     """One method on one task, all seeds at once: a row of results for each."""
     make, _ = programs.state_layout(run)
     iteration = programs.make_train_iteration(run)
+    frozen = _frozen_of(run)
+    value: Params = None  # where the value network starts from a reward model
+    if run.value is not None and run.config.value.path is not None:
+        value = hf.in_memory(value_start(run.config, run.mesh))
 
-    def train(key: Array, policy: Params) -> tuple[Params, Any]:
-        state = make(key, policy, {})
+    def train(key: Array, policy: Params, frozen: Params, value: Params) -> tuple[Params, Any]:
+        state = make(key, policy, frozen)
+        if value is not None:
+            state = state.replace(params=state.params | {"value": value})
         records = state, iteration.begin(state)
         state, _, curves = iterate(iteration, *records, run.sampling_params, run.config.train.steps)
         return policy_of(state, run.network), curves
 
-    policies, curves = jax.jit(jax.vmap(train))(keys, start.policies)
+    trained = jax.jit(jax.vmap(train, (0, 0, None, None)))
+    policies, curves = trained(keys, start.policies, frozen, value)
     after = jax.device_get(start.measure(start.roots, policies))
     rewards, skipped = np.asarray(curves["reward"]), np.asarray(curves["skipped_updates"]).sum(1)
     return [

@@ -2,7 +2,10 @@
 
 import itertools
 import json
+from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -10,6 +13,7 @@ from typer.testing import CliRunner
 from jrl.cli.app import app
 from jrl.config import load_config
 from jrl.errors import UserError
+from jrl.run import compare as module
 from jrl.run.compare import (
     coefficient_readers,
     compare,
@@ -26,6 +30,40 @@ TINY = (
     "warmup={steps=20, batch=16, learning_rate=1e-2}",
     "optimizer={name='sgd', learning_rate=2.0}",
 )
+
+
+def test_runs_have_the_frozen_policies_and_the_value_network_that_are_named(monkeypatch):
+    """Before anything compiles: the state that a run would begin with."""
+
+    class Begun(Exception):
+        pass
+
+    class State(SimpleNamespace):
+        def replace(self, **changes):
+            return State(**{**vars(self), **changes})
+
+    def begin(state):
+        states.append(state)
+        raise Begun
+
+    def make(key, policy, frozen):
+        return State(params={"policy": policy, "value": 0}, frozen=frozen)
+
+    states, ref = [], {"w": np.arange(2.0, dtype=np.float32)}
+    monkeypatch.setattr(module.programs, "state_layout", lambda run: (make, None))
+    iteration = SimpleNamespace(begin=begin)
+    monkeypatch.setattr(module.programs, "make_train_iteration", lambda run: iteration)
+    monkeypatch.setattr(module, "frozen_params", lambda config, name: {"ref": ref}[name])
+    monkeypatch.setattr(module, "value_start", lambda config, mesh: {"head": np.ones(3)})
+    run = SimpleNamespace(networks={"ref": None}, value="one", mesh=None)
+    run.config = SimpleNamespace(value=SimpleNamespace(path="DIR"))
+    with pytest.raises(Begun):
+        module._train(
+            run, jax.random.split(jax.random.key(0)), SimpleNamespace(policies=jnp.ones(2))
+        )
+    (state,) = states
+    assert state.frozen["ref"]["w"].shape == (2,)
+    assert state.params["value"]["head"].shape == (3,)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 10, 50])
