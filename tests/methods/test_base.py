@@ -164,6 +164,13 @@ def test_refill_compares_the_deviation_with_its_bound():
     assert differing(groups, 0.6).tolist() == [False]
 
 
+def test_refill_takes_no_rounding_of_equal_rewards_for_a_difference():
+    """In float32 the mean of 16 rewards of 13.7 is another number than each of them."""
+    points = np.array([0.7, 13.7, 33.3, 100.1, 1e20])[:, None]
+    groups = placed(np.broadcast_to(points, (5, 16)), np.ones((5, 16), bool))
+    assert not differing(groups, 1e-6).any()
+
+
 def test_hooks_that_are_not_filled_do_nothing():
     method = Method(PLAIN)
     groups = placed(np.ones((3, 2)), np.ones((3, 2), bool))
