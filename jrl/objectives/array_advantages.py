@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jrl.objectives import advantages as group
 from jrl.objectives import transforms
-from jrl.objectives.arrays import batch_of, by_row, check, spread
+from jrl.objectives.arrays import batch_of, by_row, check, check_types, spread
 from jrl.types import Array
 
 
@@ -79,7 +79,8 @@ def remax_advantages(rewards: Array, greedy_rewards: Array) -> Array:
     >>> remax_advantages(jnp.array([1.0, 0.0]), jnp.array(0.25)).tolist()
     [0.75, -0.25]
     """
-    chex.assert_shape(greedy_rewards, rewards.shape[:-1])
+    check_types(float, rewards=rewards)
+    chex.assert_shape(greedy_rewards, rewards.shape[:-1], custom_message="greedy_rewards [...]")
     # The greedy completion is the group's last member, as in the records: read, but not live.
     both = jnp.concatenate([rewards, jnp.expand_dims(greedy_rewards, -1)], axis=-1)
     last = jnp.arange(both.shape[-1]) == rewards.shape[-1]
@@ -132,7 +133,10 @@ def at_last_token(scores: Array, mask: Array) -> Array:
     >>> at_last_token(jnp.array(2.0), jnp.array([True, True, False])).tolist()
     [0.0, 2.0, 0.0]
     """
-    chex.assert_shape(scores, mask.shape[:-1])
+    check_types(float, scores=scores)
+    check_types(bool, mask=mask)
+    chex.assert_shape(scores, mask.shape[:-1], custom_message="scores [...] beside mask [..., T]")
+    scores = scores.astype(jnp.float32)
     rows = jnp.broadcast_to(jnp.expand_dims(scores, -1), mask.shape)
     return by_row(lambda score, live: group.at_last_token(score[0], live), rows, mask)
 
@@ -144,7 +148,8 @@ def reward_to_go(rewards: Array, mask: Array, *, discount: float = 1.0) -> Array
     [5.0, 0.0, 4.0]
     """
     check(mask, rewards=rewards)
-    return by_row(partial(group.reward_to_go, discount=discount), rewards, mask)
+    returns = partial(group.reward_to_go, discount=discount)
+    return by_row(returns, rewards.astype(jnp.float32), mask)
 
 
 def whiten_tokens(advantages: Array, mask: Array, *, eps: float = 1e-8) -> Array:
@@ -164,7 +169,8 @@ def _by_group(
     function: Callable[..., Array], rewards: Array, members: Array | None, *more: Array
 ) -> Array:
     """A function of one group over all leading axes of [..., G]."""
-    chex.assert_type(rewards, float)
+    check_types(float, rewards=rewards)
     live = jnp.ones(rewards.shape, bool) if members is None else members
+    check_types(bool, members=live)
     chex.assert_equal_shape([rewards, live, *more])
     return by_row(function, rewards.astype(jnp.float32), live, *more)

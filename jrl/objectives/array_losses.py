@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from jrl.objectives import aggregates, ratios, regularizers, transforms
-from jrl.objectives.arrays import batch_of, check, rows, spread
+from jrl.objectives.arrays import batch_of, check, check_types, rows, spread
 from jrl.objectives.policy import Pairs, combine_terms, policy_loss
 from jrl.types import Aggregate, Array, Objective, Regularizer, Stats, Surrogate
 
@@ -44,7 +44,10 @@ def token_logprobs(logits: Array, tokens: Array) -> Array:
     >>> [round(x, 4) for x in token_logprobs(logits, jnp.array([1, 0])).tolist()]
     [-0.2877, -0.6931]
     """
-    chex.assert_type([logits, tokens], [float, int])
+    check_types(float, logits=logits)
+    check_types(int, tokens=tokens)
+    # Tokens [1, T] would be those of every row of the logits, silently.
+    chex.assert_shape(tokens, logits.shape[:-1], custom_message="tokens beside logits [..., V]")
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     return jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
 
@@ -65,7 +68,7 @@ def entropy(logits: Array) -> Array:
     >>> [round(x, 4) for x in entropy(jnp.array([[0.0, 0.0], [0.0, -jnp.inf]])).tolist()]
     [0.6931, 0.0]
     """
-    chex.assert_type(logits, float)
+    check_types(float, logits=logits)
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     probability = jnp.exp(logprobs)
     # Without the guard an impossible token is 0 * -inf, and its gradient NaN.
@@ -289,6 +292,7 @@ def sft_loss(logprobs: Array, mask: Array) -> Array:
     >>> float(sft_loss(jnp.array([[-1.0, -2.0]]), jnp.array([[True, False]])))
     1.0
     """
+    check(mask, logprobs=logprobs)
     unread = jnp.zeros(mask.shape)
     return _loss(ratios.nll(), aggregates.token_mean, {"logprobs": logprobs}, unread, mask)
 
@@ -321,6 +325,7 @@ def _loss(
 
 def _term(term: Regularizer, stats: Stats, mask: Array) -> Array:
     """The mean over live tokens of a regularizer of coefficient 1: [] float32."""
+    _check(mask, stats)
     unread = jnp.zeros(mask.shape)
     objective = Objective(transforms.identity(), ratios.nll(), aggregates.token_mean, (term,))
     total, count = _sums(objective, {"logprobs": unread, **stats}, unread, mask)[term.name]
@@ -329,9 +334,18 @@ def _term(term: Regularizer, stats: Stats, mask: Array) -> Array:
 
 def _sums(objective: Objective, stats: Stats, advantages: Array, mask: Array) -> Pairs:
     """The terms of ``policy_loss``: (sum, count) by name."""
-    check(mask, **stats)
+    _check(mask, stats)
     stats = {name: rows(x).astype(jnp.float32) for name, x in stats.items()}
     trained = {name: x for name, x in stats.items() if name in ("logprobs", "values")}
     fixed = {name: jax.lax.stop_gradient(x) for name, x in stats.items() if name not in trained}
     values = spread(advantages, mask)
     return policy_loss(objective, trained, batch_of(mask, fixed), values, objective.init())[0]
+
+
+def _check(mask: Array, stats: Stats) -> None:
+    """As ``check``, by the names of the arguments."""
+    check(mask, **{_ARGUMENTS.get(name, name): x for name, x in stats.items()})
+
+
+_ARGUMENTS = {"sampler_logprobs": "old_logprobs", "rollout_values": "old_values"}
+"""Names of statistics whose arguments are called otherwise."""

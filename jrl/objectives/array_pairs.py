@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jrl.errors import unknown_choice
 from jrl.objectives import pairs
+from jrl.objectives.arrays import check_types
 from jrl.types import Array
 
 
@@ -130,14 +131,20 @@ def _pair_loss(
     tokens: tuple[Array, Array] | None = None,
 ) -> Array:
     """The mean over pairs of a loss of (chosen, rejected), each [N]: [] float32."""
+    check_types(float, chosen=logprobs[0], rejected=logprobs[1])
     chex.assert_rank(logprobs, 1)
-    chex.assert_type(logprobs, float)
     zero = jnp.zeros(logprobs[0].shape, jnp.float32)
     refs, tokens = refs or (zero, zero), tokens or (zero, zero)
+    check_types(float, ref_chosen=refs[0], ref_rejected=refs[1])
     chex.assert_equal_shape([*logprobs, *refs, *tokens])
-    chex.assert_type(refs, float)
+    # In half precision sums over a completion's tokens lose what tells two answers apart.
     sides = [
-        pairs.Side(logprob, jax.lax.stop_gradient(ref), count, zero, zero, zero)
+        pairs.Side(
+            logprob.astype(jnp.float32),
+            jax.lax.stop_gradient(ref).astype(jnp.float32),
+            count,
+            *(zero, zero, zero),
+        )
         for logprob, ref, count in zip(logprobs, refs, tokens, strict=True)
     ]
     return loss(*sides).mean()

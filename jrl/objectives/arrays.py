@@ -12,12 +12,22 @@ import jax.numpy as jnp
 from jrl.types import Array, Batch, Stats
 
 
+def check_types(kind: type, **arrays: Array) -> None:
+    """Refuses what is no array of a kind, float, int or bool, by its name."""
+    for name, array in arrays.items():
+        if not hasattr(array, "dtype"):
+            raise TypeError(
+                f"{name} is a {type(array).__name__}; pass an array, jnp.asarray({name})"
+            )
+        chex.assert_type(array, kind, custom_message=name)
+
+
 def check(mask: Array, **arrays: Array) -> None:
     """Refuses arrays that are not float and of the mask's shape."""
-    chex.assert_type(mask, bool)
+    check_types(bool, mask=mask)
+    check_types(float, **arrays)
     for name, array in arrays.items():
         chex.assert_shape(array, mask.shape, custom_message=f"{name} beside the mask")
-        chex.assert_type(array, float)
 
 
 def by_row(function: Callable[..., Any], *arrays: Array) -> Any:
@@ -34,12 +44,13 @@ def rows(array: Array) -> Array:
 
 def spread(advantages: Array, mask: Array) -> Array:
     """Advantages [B, 1, T] float32, those of complete sequences at each of their tokens."""
-    chex.assert_type(advantages, float)
+    check_types(bool, mask=mask)
+    check_types(float, advantages=advantages)
     if advantages.ndim == mask.ndim - 1:
-        advantages = jnp.expand_dims(advantages, -1)
-        chex.assert_shape(advantages, (*mask.shape[:-1], 1))
-        advantages = jnp.broadcast_to(advantages, mask.shape)
-    chex.assert_shape(advantages, mask.shape)
+        of_completion = "advantages [...] beside the mask [..., T]"
+        chex.assert_shape(advantages, mask.shape[:-1], custom_message=of_completion)
+        advantages = jnp.broadcast_to(jnp.expand_dims(advantages, -1), mask.shape)
+    chex.assert_shape(advantages, mask.shape, custom_message="advantages beside the mask")
     return rows(advantages).astype(jnp.float32)
 
 

@@ -281,7 +281,7 @@ def test_padding_is_not_read_and_axes_are_free(name):
 
 def test_shapes_that_do_not_fit_are_named():
     mask = jnp.ones((2, 3), bool)
-    with pytest.raises(AssertionError, match="old_logprobs beside the mask|sampler_logprobs"):
+    with pytest.raises(AssertionError, match="old_logprobs beside the mask"):
         objectives.ppo_loss(jnp.zeros((2, 3)), jnp.zeros((2, 4)), jnp.zeros(2), mask)
     with pytest.raises(AssertionError):
         objectives.ppo_loss(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.zeros(3), mask)
@@ -290,6 +290,62 @@ def test_shapes_that_do_not_fit_are_named():
     zeros = jnp.zeros(2)
     with pytest.raises(UserError, match=r"dpo_loss.kind = 'sigmod'; did you mean 'sigmoid'"):
         objectives.dpo_loss(zeros, zeros, zeros, zeros, kind="sigmod")
+
+
+MASK, ROW = jnp.ones((2, 3), bool), -jnp.ones((2, 3))
+MISTAKES = {
+    "tokens that broadcast": (
+        lambda: objectives.token_logprobs(jnp.zeros((2, 3, 5)), jnp.zeros((1, 3), int)),
+        r"\[tokens beside logits",
+    ),
+    "advantages [B, 1]": (
+        lambda: objectives.ppo_loss(ROW, ROW, jnp.zeros((2, 1)), MASK),
+        r"\[advantages beside the mask\]",
+    ),
+    "a number": (
+        lambda: objectives.ppo_loss(ROW, ROW, 1.0, MASK),
+        r"advantages is a float; pass an array, jnp.asarray\(advantages\)",
+    ),
+    "whole numbers": (lambda: objectives.grpo_advantages(jnp.ones((2, 3), int)), r"\[rewards\]"),
+    "members of 0 and 1": (
+        lambda: objectives.rloo_advantages(ROW, MASK.astype(int)),
+        r"\[members\]",
+    ),
+    "a list": (lambda: objectives.grpo_advantages([[1.0, 0.0]]), "rewards is a list"),
+    "a mask as a list": (lambda: objectives.sft_loss(ROW, [[True]]), "mask is a list"),
+    "a mask of 0 and 1": (
+        lambda: objectives.whiten_tokens(ROW, MASK.astype(int)),
+        r"\[mask\]",
+    ),
+    "old values": (
+        lambda: objectives.ppo_value_loss(ROW, ROW[:1], ROW, MASK),
+        r"\[old_values beside the mask\]",
+    ),
+    "pairs": (
+        lambda: objectives.bradley_terry_loss(jnp.zeros(2), [0.0, 1.0]),
+        "rejected is a list",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_an_argument_that_does_not_fit_is_named(name):
+    call, message = MISTAKES[name]
+    with pytest.raises((AssertionError, TypeError), match=message):
+        call()
+
+
+def test_half_precision_is_computed_in_float32():
+    chosen, rejected = jnp.array([-512.0], jnp.bfloat16), jnp.array([-516.0], jnp.bfloat16)
+    ref = jnp.array([-512.6])  # not a number of bfloat16
+    loss = objectives.dpo_loss(chosen, rejected, ref, ref, beta=1.0)
+    assert loss.dtype == jnp.float32
+    np.testing.assert_allclose(loss, np.log1p(np.exp(-4.0)), rtol=1e-5)
+    mask, paid = jnp.ones((1, 3), bool), jnp.full((1, 3), 40000.0, jnp.float16)
+    assert objectives.reward_to_go(paid, mask).tolist() == [[120000.0, 80000.0, 40000.0]]
+    last = objectives.at_last_token(jnp.ones(1, jnp.bfloat16), mask)
+    assert last.dtype == jnp.float32
+    assert last.tolist() == [[0.0, 0.0, 1.0]]
 
 
 def test_the_package_offers_every_one_of_them():
