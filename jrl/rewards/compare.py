@@ -48,7 +48,7 @@ _DOWN = re.compile(r"\b(?:loss|decreased?|drop|fall|deficit|below|less|fewer)\b"
 
 _QUARTERS = re.compile(r"(\d{1,9}) quarters?")
 _QUARTER = Unit((("quarter", 1),))
-"""3 quarters are 0.75, and 3 coins or seasons: nobody but the question says which."""
+"""3 quarters are 0.75, and 3 coins or seasons: nobody but the question says which; 4 are coins."""
 
 Checker = Callable[[str, str], bool]
 """(expected, answer), two expressions -> whether they are equal."""
@@ -88,12 +88,13 @@ def same(answer: str, expected: str, tolerance: float = 1e-6, check: Checker | N
     if {type(a), type(b)} == {Quantity, Expression} and _joined(left) == _joined(right):
         return True  # 5 m beside 5m
     counted = [_QUARTERS.fullmatch(text) for text in (left, right)]
-    if any(counted) and isinstance(a, Quantity) and isinstance(b, Quantity):
-        a, b = (
+    if any(counted):
+        coins = [
             Quantity(Fraction(match[1]), _QUARTER) if match else x
             for match, x in zip(counted, (a, b), strict=True)
-        )
-        return comparison(a, b)
+        ]
+        if all(isinstance(x, Quantity) for x in coins):
+            return comparison(*coins)
     # 1,234 beside 1, 234
     commas = re.compile(r"\d,\d")
     if _is_bare(a) and isinstance(b, Quantity) and commas.search(right):

@@ -182,7 +182,9 @@ def _number_at(text: str, place: int) -> tuple[Fraction, int] | None:
     end = match.end()
     parts = re.compile(r"\s+([a-z]+?)s?\b").match(text, end)
     if parts and parts.group(1) in _PARTS and value.denominator == 1:  # 3 quarters
-        return value / _PARTS[parts.group(1)], parts.end()
+        coins = parts.group(1) == "quarter" and value >= 4
+        if not coins:
+            return value / _PARTS[parts.group(1)], parts.end()
     half = re.compile(r"\s+and\s+(?:a|one)\s+half\b").match(text, end)
     if half:
         return value + Fraction(1, 2), half.end()
