@@ -107,6 +107,13 @@ def check_source(source: Any) -> Source:
       UserError: a method is missing or takes other arguments; all of them are named.
     """
     name, problems = type(source).__name__, []
+    if source is None or isinstance(source, type) or inspect.iscoroutine(source):
+        if inspect.iscoroutine(source):
+            source.close()  # or Python would warn that nobody awaited it
+        raise UserError(
+            f"a source of groups (jrl.train.Source): the function returned {source!r:.60}; return"
+            f" an object with the methods {', '.join(PARTS)}"
+        )
     optional = {"resume": ("notes",)} if hasattr(source, "resume") else {}
     for part, arguments in (PARTS | optional).items():
         written = f"{part}({', '.join(('self', *arguments))})"
@@ -146,20 +153,49 @@ def check_groups(groups: Any, request: DrawRequest, parts: int, source: Any) -> 
     """
     name = type(source).__name__
     if not isinstance(groups, Groups):
+        if inspect.iscoroutine(groups):
+            groups.close()
         raise UserError(f"{name}.draw returned {groups!r:.60}; return jrl.train.Groups")
     if not isinstance(groups.rollout, Rollout):
         raise UserError(
             f"{name}.draw returned the rollout {groups.rollout!r:.60}; give the sampler's"
         )
-    tickets, _ = entries(request)
-    n, (count, g) = len(tickets), groups.rollout.lengths.shape
+    try:
+        n, (count, g) = len(entries(request)[0]), groups.rollout.check().lengths.shape
+    except (AssertionError, AttributeError, ValueError) as error:
+        raise UserError(
+            f"{name}.draw returned a rollout whose arrays do not fit each other"
+            f" ({str(error).partition(chr(10))[0]}); jrl.types.Rollout has their shapes and types"
+        ) from None
     if count != n:
         raise UserError(f"{name}.draw returned {count} groups for the {n} entries of the request")
+    for field, value in (("ids", groups.ids), ("counts", groups.counts), ("stats", groups.stats)):
+        if not isinstance(value, Mapping) and (field != "stats" or value is not None):
+            raise UserError(
+                f"{name}.draw returned {field} = {value!r:.40}; return values by name, {{}} for"
+                " none"
+            )
+    for label, value in groups.counts.items():
+        if not _is_number(value):
+            raise UserError(
+                f"{name}.draw returned counts[{label!r}] = {value!r:.40}; return one number"
+            )
+    if isinstance(groups.subject, list | tuple) and len(groups.subject) != n:
+        raise UserError(
+            f"{name}.draw returned {len(groups.subject)} subjects for {n} groups; return the"
+            " prompts, one for each"
+        )
     rewards = _numbers(groups.rewards, f"{name}.draw returned rewards")
     if rewards.shape != (n, g, parts):
         raise UserError(
             f"{name}.draw returned rewards of shape {rewards.shape}; {n} groups of {g} "
             f"members with {parts} reward parts have ({n}, {g}, {parts})"
+        )
+    if not np.isfinite(rewards).all():
+        i, member, part = np.argwhere(~np.isfinite(rewards))[0].tolist()
+        raise UserError(
+            f"{name}.draw returned the reward {rewards[i, member, part]} for group {i}, member"
+            f" {member}; rewards must be finite"
         )
     if "prompt" not in groups.ids:
         raise UserError(f"{name}.draw returned no ids['prompt'], [{n}] int32; add the rows")
@@ -184,6 +220,10 @@ def check_groups(groups: Any, request: DrawRequest, parts: int, source: Any) -> 
                 f" float32 of shape {whole}, a number for each token"
             )
     return groups._replace(rewards=rewards, ids=ids, stats=stats or None)
+
+
+def _is_number(value: Any) -> bool:
+    return np.shape(value) == () and np.asarray(value).dtype.kind in "iufb"
 
 
 def _numbers(value: Any, text: str) -> np.ndarray:

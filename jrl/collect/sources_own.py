@@ -11,6 +11,7 @@ Before anything compiles a run draws once from such a source, by a sampler of on
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -44,11 +45,13 @@ class Sampler(NamedTuple):
       sampler: of prompts in text.
       width: P, tokens.
       limit: T, tokens.
+      vocab_size: V.
     """
 
     sampler: TextSampler
     width: int
     limit: int
+    vocab_size: int
 
     def __call__(self, request: DrawRequest, prompts: Sequence[Prompt]) -> Rollout:
         """A group of completions of each prompt, on the host.
@@ -57,16 +60,17 @@ class Sampler(NamedTuple):
           request: whose asks and weights are used.
           prompts: N, one for each entry of the request, of at most ``width`` tokens.
         """
-        tokens = padded(request, prompts, self.width)
+        tokens = padded(request, prompts, self.width, self.vocab_size)
         rollout, _, _ = self.sampler(request, tokens, self.limit)
         return rollout
 
 
-def padded(request: DrawRequest, prompts: Sequence[Prompt], width: int) -> Tokens:
+def padded(request: DrawRequest, prompts: Sequence[Prompt], width: int, vocab_size: int) -> Tokens:
     """The prompts of a source of one's own as arrays [N, P].
 
     Raises:
-      UserError: they are not N ``Prompt``, or one is empty or longer than ``width`` tokens.
+      UserError: they are not N ``Prompt``, or the tokens of one are none, more than ``width``, or
+        no ids of the vocabulary.
     """
     n = request.asks[0].entries
     if len(prompts) != n or not all(isinstance(prompt, Prompt) for prompt in prompts):
@@ -74,8 +78,17 @@ def padded(request: DrawRequest, prompts: Sequence[Prompt], width: int) -> Token
             f"sampler(request, prompts) got {prompts!r:.60}; give {n} jrl.types.Prompt, one for"
             " each entry of the request"
         )
-    if empty := [prompt.id for prompt in prompts if not len(prompt.tokens)]:
-        raise UserError(f"prompt {empty[0]} has no tokens; it needs at least one")
+    for prompt in prompts:
+        ids = np.asarray(prompt.tokens)
+        if ids.shape == (0,):
+            raise UserError(f"prompt {prompt.id} has no tokens; it needs at least one")
+        # An id outside the vocabulary would read another token's embedding, silently.
+        whole = ids.ndim == 1 and ids.dtype.kind in "iu"
+        if not whole or not 0 <= ids.min() <= ids.max() < vocab_size:
+            raise UserError(
+                f"prompt {prompt.id} has the tokens {prompt.tokens!r:.60}; give a list of ids from"
+                f" 0 to {vocab_size - 1}, as tokenizer.encode returns"
+            )
     return Tokens(*pad_prompts(prompts, width))
 
 
@@ -98,6 +111,60 @@ class CheckedSource(Around):
           UserError: the shapes are not those that were asked for.
         """
         return check_groups(self.source.draw(request), request, self._parts, self.source)
+
+    def notes(self) -> dict[str, Any]:
+        """As ``Source.notes``.
+
+        Raises:
+          UserError: they are no values that a checkpoint gives back as they are.
+        """
+        return check_notes(self.source.notes(), self.source)
+
+
+def check_notes(notes: Any, source: Any) -> dict[str, Any]:
+    """The notes of a source of one's own, if a checkpoint can hold them.
+
+    Raises:
+      UserError: they are no dict of JSON values and NumPy arrays, or a key in them is no text.
+    """
+    name = f"{type(source).__name__}.notes"
+    if not isinstance(notes, dict):
+        raise UserError(f"{name} returned {notes!r:.40}; return a dict, {{}} for no state")
+    try:
+        json.dumps(notes, default=_stored_array)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{name} returned {notes!r:.60}: {error}; return values of JSON and NumPy arrays, which"
+            " checkpoints hold"
+        ) from None
+    # JSON makes texts of them, and the resumed source would look its numbers up in vain.
+    if (key := _no_text_key(notes)) is not None:
+        raise UserError(
+            f"{name} returned the key {key!r:.40}; keys must be text, as in JSON: write str(key),"
+            " and int(key) in resume"
+        )
+    if notes and not hasattr(source, "resume"):
+        raise UserError(
+            f"{name} returned {notes!r:.40}, and there is no method that a resumed run gives it to;"
+            " write def resume(self, notes)"
+        )
+    return notes
+
+
+def _no_text_key(value: Any) -> Any:
+    """A key of a dict in a value of JSON that is no text; None for none."""
+    if isinstance(value, dict):
+        wrong = [key for key in value if not isinstance(key, str)]
+        return wrong[0] if wrong else _no_text_key(list(value.values()))
+    if isinstance(value, list | tuple):
+        return next((x for x in map(_no_text_key, value) if x is not None), None)
+    return None
+
+
+def _stored_array(value: Any) -> None:
+    """Lets arrays pass, which checkpoints hold beside JSON."""
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"{type(value).__name__} is no value of JSON")
 
 
 def make_own_source(run: Run, sampler: Any) -> CheckedSource:
@@ -131,14 +198,16 @@ class Unsampled(NamedTuple):
     Attributes:
       width: P, tokens.
       limit: T, tokens.
+      vocab_size: V.
     """
 
     width: int
     limit: int
+    vocab_size: int
 
     def __call__(self, request: DrawRequest, prompts: Sequence[Prompt]) -> Rollout:
         """As ``Sampler``."""
-        tokens = padded(request, prompts, self.width)
+        tokens = padded(request, prompts, self.width, self.vocab_size)
         return flagged(unsampled(tokens, widths(request.asks), self.limit), request.asks)
 
 
@@ -160,31 +229,37 @@ def tried(key: str, function: Callable[..., Any], *args: Any) -> Any:
         raise UserError(text if text.startswith(key) else f"{key}: {text}") from None
 
 
-def _stored_array(value: Any) -> None:
-    """Lets arrays pass, which checkpoints hold beside JSON."""
-    if not isinstance(value, np.ndarray):
-        raise TypeError(f"{type(value).__name__} is no value of JSON")
+def _closed(value: Any) -> Any:
+    """The value; a coroutine is closed, or Python would warn that nobody awaited it."""
+    if inspect.iscoroutine(value):
+        value.close()
+    return value
+
+
+def _has_length(value: Any, count: int) -> bool:
+    return isinstance(value, list | tuple) and len(value) == count
 
 
 def tried_source(run: Run) -> CheckedSource:
-    """A run's source of one's own, by a sampler of one token; all methods but ``finish`` work.
+    """A run's source of one's own, by a sampler of one token; what a run calls works.
 
     Raises:
       UserError: one of them fails, or returns something else than a source does.
     """
-    checked = make_own_source(run, Unsampled(run.width, run.config.sampling.max_new_tokens))
+    limit, size = run.config.sampling.max_new_tokens, run.network.vocab_size
+    checked = make_own_source(run, Unsampled(run.width, limit, size))
     data: Any = run.config.data
     key, n = f"data.train = {data.train!r}", run.config.train.prompts
     name, tickets = type(checked.source).__name__, np.arange(n, dtype=np.int32)
-    rows = np.asarray(made_by(checked.order, key, tickets))
+    rows = np.asarray(_closed(made_by(checked.order, key, tickets)))
     if rows.shape != (n,) or not np.issubdtype(rows.dtype, np.integer):
         raise UserError(
             f"{key}: {name}.order returned {rows.dtype} of shape {rows.shape} for {n} tickets;"
             f" return ({n},) int32, the row of each"
         )
     root = np.asarray(jax.random.key_data(jax.random.key(run.config.seed)))
-    pair = made_by(checked.prompts, key, root, rows)
-    if not isinstance(pair, tuple) or len(pair) != 2 or len(pair[1]) != n:
+    pair = _closed(made_by(checked.prompts, key, root, rows))
+    if not isinstance(pair, tuple) or len(pair) != 2 or not _has_length(pair[1], n):
         raise UserError(
             f"{key}: {name}.prompts returned {pair!r:.60} for {n} rows; return (subjects, prompts),"
             f" {n} of each"
@@ -192,20 +267,5 @@ def tried_source(run: Run) -> CheckedSource:
     group = run.config.sampling.group
     request = simple_request(root, {"policy": ()}, np.int32(0), tickets, group, rows=rows)
     tried(key, made_by, checked.draw, key, request)
-    if not isinstance(notes := made_by(checked.notes, key), dict):
-        raise UserError(
-            f"{key}: {name}.notes returned {notes!r:.40}; return a dict, {{}} for no state"
-        )
-    try:
-        json.dumps(notes, default=_stored_array)
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"{key}: {name}.notes returned {notes!r:.60}: {error}; return values of JSON and NumPy"
-            " arrays, which checkpoints hold"
-        ) from None
-    if notes and not hasattr(checked.source, "resume"):
-        raise UserError(
-            f"{key}: {name}.notes returned {notes!r:.40}, and there is no method that a resumed run"
-            " gives it to; write def resume(self, notes)"
-        )
+    tried(key, made_by, checked.notes, key)
     return checked

@@ -234,7 +234,8 @@ def own_source(run: Run, pool: RewardPool | None) -> Source:
     params = _placed(run, run.sampling_params, "train")
     sampling = run.config.sampling
     sampler = TextSampler(programs.train_sampler(run), params, sampling.temperature)
-    return make_own_source(run, Sampler(sampler, run.width, sampling.max_new_tokens))
+    limit, size = sampling.max_new_tokens, run.network.vocab_size
+    return make_own_source(run, Sampler(sampler, run.width, limit, size))
 
 
 MakeSource = Callable[[Run, RewardPool | None], Source]
@@ -276,8 +277,8 @@ def held_out_episodes(run: Run, pool: RewardPool | None) -> Source:
 def held_out_own(run: Run, pool: RewardPool | None) -> Source:
     """A source of one's own, asked for the split "eval"."""
     sampler = TextSampler(*_evaluation(run), run.config.eval.temperature)
-    limit = run.config.sampling.max_new_tokens
-    source = make_own_source(run, Sampler(sampler, run.width, limit))
+    limit, size = run.config.sampling.max_new_tokens, run.network.vocab_size
+    source = make_own_source(run, Sampler(sampler, run.width, limit, size))
     return source if pool is None else judged_parts(run, source, pool, "eval")
 
 

@@ -1,5 +1,6 @@
 """Sources of groups: what each has, what one of one's own lacks, and rows apart from tickets."""
 
+import dataclasses
 import functools
 import inspect
 import json
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 
 from jrl.collect.host_episodes import HostEpisodes
-from jrl.collect.sources import PARTS, Around, epoch_order, simple_request
+from jrl.collect.sources import PARTS, Around, Groups, check_groups, epoch_order, simple_request
 from jrl.collect.sources_given import JudgedSource, RecordedSource
+from jrl.collect.sources_own import check_notes, padded, unsampled
 from jrl.collect.sources_task import TaskSource, task_rollout
 from jrl.collect.sources_text import TextSource
 from jrl.collect.tree_search import TreeSearch
@@ -21,6 +23,7 @@ from jrl.run import run as running
 from jrl.run.run import train
 from jrl.sampling.params import make_sampling_params
 from jrl.storage.metrics import read_jsonl
+from jrl.types import Prompt
 
 BUILT_IN = (TaskSource, TextSource, HostEpisodes, TreeSearch, RecordedSource, JudgedSource, Around)
 
@@ -264,6 +267,69 @@ def test_what_a_source_lacks_is_named_before_anything_compiles(
     monkeypatch.setattr(running.programs, "new_state", lambda run: pytest.fail("compiles"))
     with pytest.raises(UserError, match=message):
         train(settings(tmp_path, letters_model, source), echo=lambda line: None)
+
+
+PROMPT = Prompt(0, "a?", np.array([1, 2], np.int32), "b")
+REQUEST = simple_request(np.zeros(2, np.uint32), {"policy": ()}, np.int32(0), np.arange(2), 3)
+SOUND = Groups(
+    unsampled(padded(REQUEST, [PROMPT] * 2, 4, 5), 3, 6),
+    np.zeros((2, 3, 1)),
+    [PROMPT] * 2,
+    {"seen": 2},
+    {"prompt": np.arange(2)},
+)
+SPOILED = {
+    "a reward that is not finite": (
+        {"rewards": np.full((2, 3, 1), np.nan)},
+        "draw returned the reward nan for group 0, member 0; rewards must be finite",
+    ),
+    "another number of tokens": (
+        {"rollout": SOUND.rollout.replace(mask=SOUND.rollout.mask[:, :, :1])},
+        "draw returned a rollout whose arrays do not fit each other",
+    ),
+    "tokens in a list": (
+        {"rollout": SOUND.rollout.replace(tokens=SOUND.rollout.tokens.tolist())},
+        "draw returned a rollout whose arrays do not fit each other",
+    ),
+    "no counts": ({"counts": None}, "draw returned counts = None; return values by name"),
+    "a count in words": (
+        {"counts": {"seen": "two"}},
+        r"counts\['seen'\] = 'two'; return one number",
+    ),
+    "no ids": ({"ids": None}, "draw returned ids = None"),
+    "a list of stats": ({"stats": [1]}, r"draw returned stats = \[1\]"),
+    "a subject for two": ({"subject": [PROMPT]}, "returned 1 subjects for 2 groups"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_groups_that_do_not_fit_are_named(name):
+    changes, message = SPOILED[name]
+    assert check_groups(SOUND, REQUEST, 1, None).rewards.dtype == np.float32
+    with pytest.raises(UserError, match=message) as raised:
+        check_groups(SOUND._replace(**changes), REQUEST, 1, None)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "tokens", [[5], [-1], [1.5], "ab", None, [[1]], np.array([0.0])], ids=lambda x: repr(x)
+)
+def test_prompts_have_ids_of_the_vocabulary(tokens):
+    prompt = dataclasses.replace(PROMPT, tokens=tokens)
+    message = "prompt 0 has the tokens .*; give a list of ids from 0 to 4"
+    with pytest.raises(UserError, match=message):
+        padded(REQUEST, [PROMPT, prompt], 4, 5)
+
+
+def test_notes_come_back_as_they_were():
+    class Counts:
+        def resume(self, notes):
+            pass
+
+    notes = {"rows": [{"3": 1}], "each": np.arange(2)}
+    assert check_notes(notes, Counts()) is notes
+    with pytest.raises(UserError, match=r"Counts.notes returned the key 3; keys must be text"):
+        check_notes({"rows": [{3: 1}]}, Counts())
 
 
 @pytest.mark.parametrize("kind", BUILT_IN)
