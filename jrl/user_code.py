@@ -156,9 +156,9 @@ def load(spec: str, key: str) -> Callable[..., Any]:
                 f"name {new_name}" if new_name else "name an installed module, or FILE.py:function"
             )
             raise UserError(f"{setting}: there is no module {error.name!r}; {hint}") from None
-        raise UserError(f"{setting}: {_what_failed(error, place)}") from error
+        raise UserError(f"{setting}: {error_with_line(error, place)}") from error
     except (Exception, SystemExit) as error:
-        raise UserError(f"{setting}: {_what_failed(error, place)}") from error
+        raise UserError(f"{setting}: {error_with_line(error, place)}") from error
     if not hasattr(module, name):
         names = [n for n, value in vars(module).items() if _is_own(value, module) and n[0] != "_"]
         raise UserError(f"{setting}: {place} has no function {name!r}; {nearest(name, names)}")
@@ -321,7 +321,7 @@ def made_by(function: Callable[..., Any], setting: str, /, *args: Any, **options
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(f"{setting}: {_what_failed(error, setting)}") from error
+        raise UserError(f"{setting}: {error_with_line(error, setting)}") from error
 
 
 class SlowImport(UserError):
@@ -442,13 +442,26 @@ def _of_name(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def _what_failed(error: BaseException, place: str) -> str:
-    """The error of an import in one line, with the line of the file where there is one."""
+def error_with_line(error: BaseException, place: str) -> str:
+    """The error of a user's code in one line, with the line of the file where there is one.
+
+    Args:
+      error: as it was caught.
+      place: where it came from, if no line is known.
+    """
     if isinstance(error, SyntaxError):
         line = f", line {error.lineno}" if error.lineno else ""
         return f"{error.filename or place}{line}: {error.msg}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
-    frames = [f for f in frames if "site-packages" not in f.filename] or frames  # the user's line
+    # The user's line, also where the library that it calls refuses what it was given.
+    frames = [f for f in frames if not _is_installed(f.filename)] or frames
     where = f", line {frames[-1].lineno}" if frames[-1].filename != __file__ else ""
     first = str(error).strip().partition("\n")[0]
+    if where and not first:  # assert, or raise ValueError: the line itself says the most
+        first = frames[-1].line or ""
     return f"{frames[-1].filename if where else place}{where}: {type(error).__name__}: {first}"
+
+
+def _is_installed(filename: str) -> bool:
+    """Whether a file is of this library or of another one."""
+    return "site-packages" in filename or Path(filename).is_relative_to(Path(__file__).parent)

@@ -19,7 +19,7 @@ from jrl.episodes.branching import EpisodeBranches
 from jrl.episodes.calls import Calls
 from jrl.episodes.chat import Format
 from jrl.episodes.configured import configured_env
-from jrl.episodes.env_calls import try_turn
+from jrl.episodes.env_calls import TRIED_TURNS, try_episode
 from jrl.episodes.follow import summary_room
 from jrl.episodes.host import HostEnv, format_of, nothing_shared
 from jrl.episodes.world import close_env, gather
@@ -65,10 +65,10 @@ def described(run: Run) -> HostEnv:
 
 
 def try_env(run: Run) -> None:
-    """Plays one turn, which nobody samples, with an environment of one's own.
+    """Plays an episode, which nobody samples, with an environment of one's own.
 
-    It opens with the first problem, and is told the problem's answer. An exception of its own may
-    be what this turn deserves, so it is a warning.
+    It opens with the first problem, and each turn is the problem's answer. An exception of its own
+    may be what such a turn deserves, so it is a warning.
 
     Raises:
       UserError: ``init`` or ``step`` returns what no environment returns.
@@ -81,7 +81,7 @@ def try_env(run: Run) -> None:
     env = _env(run)
     if env.extras.asks > 1:
         prompt = dataclasses.replace(prompt, meta={**prompt.meta, "ask": 0})
-    turn = env, format_of(env, run.tokenizer), run.tokenizer, prompt, run.width
+    episode = env, format_of(env, run.tokenizer), run.tokenizer, prompt, run.width
     with (
         same_working_directory(key),
         contextlib.closing(Calls()) as calls,
@@ -90,11 +90,12 @@ def try_env(run: Run) -> None:
         if env.lifecycle.shutdown is not nothing_shared:
             stack.callback(close_env, calls, env)
         made_by(env.lifecycle.begin, key, 0, "train")
-        # For all three calls of the episode.
-        seconds = 3 * env.limits.call_seconds
-        (answer,) = gather(calls, [(try_turn, (*turn, np.array(tokens, np.int32)))], seconds)
+        # For all calls of the episode: to open it, for each turn, and to close it.
+        seconds = (2 + min(env.limits.turns, TRIED_TURNS)) * env.limits.call_seconds
+        made = try_episode, (*episode, np.array(tokens, np.int32))
+        (answer,) = gather(calls, [made], seconds)
     if answer.error:
-        logging.getLogger("jrl").warning("%s: a first turn failed: %s", key, answer.error)
+        logging.getLogger("jrl").warning("%s: a trial episode failed: %s", key, answer.error)
     if answer.value:
         raise UserError(f"{key}: {answer.value}")
 

@@ -166,7 +166,7 @@ def check_roles(episode: Callable[..., Any], roles: tuple[str, ...], key: str) -
       roles: its names.
       key: that names the function, for messages.
     """
-    if len(set(roles)) < len(roles) or not all(isinstance(name, str) for name in roles):
+    if not all(isinstance(name, str) for name in roles) or len(set(roles)) < len(roles):
         raise UserError(f"{key}: roles = {roles!r:.80}; give each role a name of its own")
     for name in _roles_in_source(episode):
         if name not in roles:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from jrl.episodes.parsers.base import without_addresses
 from jrl.models.chat_frames import Message
 from jrl.models.tokenizer import Tokenizer
 from jrl.types import Prompt
+from jrl.user_code import error_with_line
 
 
 async def call_init(
@@ -88,12 +90,19 @@ async def call_step(
     return state, feedback, answer, _state_id(feedback.state_key, feedback.messages)
 
 
-async def try_turn(
+TRIED_TURNS = 8
+"""Most turns of an episode that is tried: enough for every role, and few calls of other models."""
+TRIED_SECONDS = 10.0
+"""After these no further turn is tried, so that slow tools delay a run by one call of each."""
+
+
+async def try_episode(
     env: HostEnv, chat: Format, tokenizer: Tokenizer, prompt: Prompt, longest: int, tokens: Any
 ) -> str:
     """What is wrong with the form of an environment's values; "" for nothing.
 
-    Opens it, answers with one turn that nobody sampled, and closes it.
+    Opens it, answers with turns that nobody sampled until the episode ends, ``TRIED_TURNS`` at
+    most, and closes it.
 
     Args:
       env: the environment.
@@ -101,19 +110,29 @@ async def try_turn(
       tokenizer: turns the tokens into text.
       prompt: the problem.
       longest: tokens of an opening.
-      tokens: [t] int32, the turn.
+      tokens: [t] int32, each turn.
     """
     try:
         state, _, _ = await call_init(env, chat, prompt, 0, longest)
     except FormError as error:
         return f"init: {error}"
+    except EnvError:
+        raise
+    except Exception as error:
+        raise EnvError(error_with_line(error, "init")) from error
+    until = time.monotonic() + TRIED_SECONDS
     try:
-        await call_step(env, chat, tokenizer, state, 0, tokens, False)
+        for turn in range(min(env.limits.turns, TRIED_TURNS)):
+            state, feedback, *_ = await call_step(env, chat, tokenizer, state, turn, tokens, False)
+            if feedback.done or time.monotonic() > until:
+                break
     except BaseException as error:  # also where it is out of time
         with contextlib.suppress(Exception):  # the turn's error says more
             await run_either(env.close, state)
         if isinstance(error, FormError):
             return f"step: {error}"
+        if isinstance(error, Exception) and not isinstance(error, EnvError):
+            raise EnvError(error_with_line(error, "step")) from error
         raise
     await run_either(env.close, state)
     return ""

@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from jrl.episodes.env_error import FormError
 from jrl.episodes.host import EnvError, Feedback, Reply, reward_parts
 from jrl.models.chat_frames import Message
@@ -42,11 +44,16 @@ class Outcome(NamedTuple):
 def roles(*names: str) -> Callable[[_F], _F]:
     """Names the roles of an episode, the one that takes the first turn first.
 
+    Raises:
+      TypeError: a name is no text, as where the decorator is written without its names.
+
     >>> @roles("writer", "critic")
     ... async def episode(policy, prompt): ...
     >>> episode.roles
     ('writer', 'critic')
     """
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError('write the names of the roles as texts, such as @roles("writer", "critic")')
 
     def mark(episode: _F) -> _F:
         episode.roles = names  # type: ignore[attr-defined]
@@ -132,6 +139,8 @@ class Policy:
     def record(self, **metrics: float) -> None:
         """Adds numbers to the metrics of the episode."""
         for name, value in metrics.items():
+            if not isinstance(value, int | float | np.number | np.bool_):
+                raise FormError(f"policy.record: {name} is {value!r:.60}, not a number")
             self._metrics[name] = self._metrics.get(name, 0.0) + value
 
     def label(self, **labels: int | Sequence[int]) -> None:
