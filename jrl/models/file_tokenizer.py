@@ -152,13 +152,13 @@ class FileTokenizer:
 
         They differ from those of the text alone where a tokenizer begins every text with a space,
         as Llama 2's does: a policy that continues ``before`` samples no such token. Where a token
-        stands for parts of both, they are those of the text alone.
+        stands for parts of both, as after a space, they are those of the text after a line break.
         """
         if self._begins_texts:
-            tail = before[-_CONTEXT:]
-            head, both = self.encode(tail), self.encode(tail + text)
-            if both[: len(head)] == head:
-                return both[len(head) :]
+            for tail in (before[-_CONTEXT:], "\n"):
+                head, both = self.encode(tail), self.encode(tail + text)
+                if both[: len(head)] == head:
+                    return both[len(head) :]
         return self.encode(text)
 
     @functools.cached_property

@@ -359,6 +359,11 @@ def test_what_follows_a_prompt_begins_with_no_space_of_its_own(tmp_path):
     assert dialogues.counts.rewritten == 0
     turns = [segment.tokens.tolist() for segment in row.segments if segment.drawn]
     assert turns == [pair.completions[0].tolist()] * 2
+    # after a template that ends with a space, which a token of the text alone would write again
+    row = {"question": "ab", "answer": "x"}
+    for template in ("[{question}] ", "[{question}]"):
+        solved = prompt_of(tokenizer, row, solution_key="answer", template=template)
+        assert solved.solution.tolist() == [tokenizer.encode("\nx")[-1], tokenizer.eos_id]
 
 
 def base_tokenizer(directory, eos="<|endoftext|>", template=CHATML):
