@@ -12,8 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
+from jrl.collect.sources_own import tried
 from jrl.config.checks import check_batch
 from jrl.config.features import check_features
 from jrl.config.secrets import reveal
@@ -45,7 +49,7 @@ from jrl.train.optimizer import make_optimizer
 from jrl.train.reward_model import load_reward_models, make_value, trains_reward
 from jrl.train.state import frozen_names
 from jrl.train.step import check_vocabularies
-from jrl.types import NOTHING, Network, Params
+from jrl.types import NOTHING, Array, Network, Params
 from jrl.user_code import check_options, check_takes, load, made_by
 
 
@@ -143,7 +147,8 @@ def bare_run(
         network = own_network(kind, tokenizer)
     else:
         network = trained_network(config, model, policy_network(config, model, mesh))
-    one, network = network, method.network(network)
+    one = network
+    network = made_by(method.network, f"method = {config.method!r}", network)
     if not isinstance(network, Network):
         raise UserError(
             f"method = {config.method!r}: network returned {network!r:.40}; return a jrl.Network"
@@ -230,8 +235,39 @@ def own_network(kind: Kind, tokenizer: Any) -> Network:
             " jrl.linen_network and jrl.nnx_network make of a Flax module, and"
             " jrl.function_network of functions"
         )
+    check_network(network, f"model.network = {spec!r}")
     check_vocab(tokenizer, network.vocab_size)
     return network
+
+
+def check_network(network: Network, key: str) -> None:
+    """Raises UserError for a network of one's own that does not fit, by tracing it once.
+
+    Args:
+      network: of one's own.
+      key: that names it, for messages.
+    """
+    for name in ("vocab_size", "embed_dim", "max_length"):
+        size = getattr(network, name)
+        if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
+            raise UserError(f"{key}: {name} = {size!r:.40}; must be a whole number, at least 1")
+    params = made_by(jax.eval_shape, key, network.init, jax.random.key(0))
+    leaves = jax.tree.leaves(params)
+    if not leaves or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in leaves):
+        raise UserError(
+            f"{key}: init returned {params!r:.80}; return a tree of float arrays, the parameters"
+        )
+    ids = jax.ShapeDtypeStruct((2, min(network.max_length, 3)), jnp.int32)
+
+    def logits(params: Params, tokens: Array) -> Array:
+        return network.logits(params, network.hidden(params, tokens, tokens, tokens)[0])
+
+    scores = tried(key, made_by, jax.eval_shape, key, logits, params, ids)
+    if scores.shape != (*ids.shape, network.vocab_size):
+        raise UserError(
+            f"{key}: logits of {ids.shape} tokens have the shape {scores.shape}; return"
+            f" {(*ids.shape, network.vocab_size)}, a number for each of the vocabulary"
+        )
 
 
 def _model(config: Config, kind: Kind) -> tuple[Any, ModelConfig | None, Params]:
