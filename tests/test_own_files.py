@@ -38,6 +38,7 @@ REWARD = {
     "def f(samples): return [1j]": "returned complex 1j instead of a number",
     "def f(samples): raise KeyError('x')": "raised KeyError: 'x' (prompt 0); fix the function",
     "def f(samples): assert False": "raised AssertionError",
+    "class f:\n  def __call__(self, samples): return [1.0]": "f is a class; name an object of it",
     "def f(samples): raise SystemExit(1)": "raised SystemExit: 1",
     "def f(samples): return f(samples)": "raised RecursionError",
     "def f(completions, **more): return [c[0]['content'] for c in completions]": (
@@ -96,17 +97,53 @@ ENV = {
     "def f(): raise SystemExit(2)": "SystemExit: 2",
     "async def f(policy): return 1.0": "prompt",
     "async def f(): return 1.0": "prompt",
+    "from jrl.episodes import roles\n@roles\nasync def f(policy, prompt): return 1.0": (
+        'write the names of the roles as texts, such as @roles("writer", "critic")'
+    ),
 }
 GRPO = "from jrl.methods import get_method\ndef f():\n    m = get_method('grpo')\n    return "
+VARIANT = "from jrl.methods import Positive, grpo, variant\n@variant(grpo)\n"
+NET = (
+    "import jax.numpy as jnp\nfrom jrl import function_network\nW = jnp.ones(2)\n"
+    "def f(vocab_size, max_length): return function_network(lambda key: {"
+)
+SIZES = "vocab_size=vocab_size, max_length=max_length)"
 PARTS = {
     "method": {
         "def f(): return 'grpo'": "returned 'grpo'; return",
         "def f(a): return 1": "objective.a is missing: f(a) needs it",
         "def f(): 1 / 0": "line 1: ZeroDivisionError: division by zero",
+        "def f(): assert False": "line 1: AssertionError: def f(): assert False",
         "def f(): raise SystemExit(1)": "SystemExit: 1",
         f"{GRPO}m.objective": "return",
+        f"{VARIANT}def f(base): pass": "method = 'own.py:f' returned None; return a",
+        f"{VARIANT}async def f(base): return base": "returned <coroutine object f",
+        f"{VARIANT}def f(base): return base.objective": "return a jrl.methods.Method",
+        f"{VARIANT}def f(base): assert False": "own.py, line 3: AssertionError: def f(base)",
+        f"{VARIANT}def f(base, beta=1.0): return base": "annotate beta with a domain",
+        f"{VARIANT}def f(base, beta: Positive = -1.0): return base": (
+            "own.py:f.beta = -1.0; give a number above 0"
+        ),
+        "from jrl.methods import variant\n@variant\ndef f(base): return base": (
+            "own.py, line 2: TypeError: variant takes the published method that is changed, as in"
+        ),
+        "from jrl.methods import variant\n@variant('grpo')\ndef f(base): return base": (
+            "as in @variant(grpo), not 'grpo'"
+        ),
     },
     "model.network": {
+        f"{NET}'w': jnp.ones(2, int)}}, lambda *x: x, {SIZES}": "init returned {'w': ShapeDtype",
+        f"{NET}}}, lambda *x: x, {SIZES}": "init returned {}; return a tree of float arrays",
+        f"{NET}'w': W}}, lambda p, *x: None, {SIZES}": "the network returned a NoneType, expected",
+        f"{NET}'w': W}}, lambda p: 1, {SIZES}": "TypeError",
+        f"{NET}'w': W}}, lambda p, *x: p['v'], {SIZES}": "line 4: KeyError: 'v'",
+        f"{NET}1 / 0: W}}, lambda *x: x, {SIZES}": "line 4: ZeroDivisionError: division by zero",
+        f"{NET}'w': W}}, lambda p, t, *x: t[..., None] * p['w'][0], {SIZES}": (
+            "the network returned float32[2, 3, 1], expected floats"
+        ),
+        f"{NET}'w': W}}, lambda *x: x, vocab_size=vocab_size, max_length=None)": (
+            "max_length = None; must be a whole number, at least 1"
+        ),
         "def f(vocab_size, max_length): pass": "returned None; return a jrl.Network",
         "def f(size): return 1": "f(size) must take vocab_size and max_length",
         "def f(vocab_size, max_length): raise ValueError('w')": "ValueError: w",
@@ -125,11 +162,13 @@ PARTS = {
     },
 }
 SOURCES = {
-    "def f(sampler, tokenizer): pass": "NoneType has no method order; write def order(self",
+    "def f(sampler, tokenizer): pass": "returned None; return an object with the methods order,",
+    "async def f(sampler, tokenizer): return 1": "returned <coroutine object f",
     "def f(a): return 1": "sampler",
     "def f(sampler, tokenizer): 1 / 0": "ZeroDivisionError: division by zero",
     "def f(sampler, tokenizer): raise SystemExit(1)": "SystemExit: 1",
     "class S: pass\ndef f(sampler, tokenizer): return S()": "draw",
+    "class S: pass\ndef f(sampler, tokenizer): return S": "S'>; return an object with the methods",
 }
 EPISODES = ("data.max_prompt_tokens=20", "data.template=")
 CASES = {

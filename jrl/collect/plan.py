@@ -261,14 +261,50 @@ def issue(
             f"curriculum.choose returned {result!r:.60}; return (Selection(rows), state)"
         )
     choice, state = result
-    if np.shape(choice.row) != tickets.shape:
-        raise UserError(
-            f"curriculum.choose returned rows of shape {np.shape(choice.row)}; return"
-            f" {tickets.shape} int32, a problem for each ticket of the query"
-        )
+    # What was added between rounds has rows after those of the table.
+    rows = setting.table.rows if curriculum.between is None else None
+    _check_choice(choice, tickets.shape, count, rows)
     at = jnp.where(query.live(), choice.row, setting.table.rows)
     used = used.at[at].set(True, mode="drop")
     return Issued(tickets, choice, choice.prior), after.replace(curriculum=state), used
+
+
+def _check_choice(choice: Selection, shape: tuple[int, ...], count: Any, size: int | None) -> None:
+    """Raises UserError for rows that are no problems, and for numbers that are not one a row.
+
+    Args:
+      choice: returned by a curriculum.
+      shape: of the tickets that it was asked for.
+      count: how many of them are used.
+      size: problems of the data; None where it is not known.
+    """
+    row = choice.row
+    asked = f"return {shape} int32, a problem for each ticket of the query"
+    if np.shape(row) != shape:
+        raise UserError(f"curriculum.choose returned rows of shape {np.shape(row)}; {asked}")
+    if not jnp.issubdtype(dtype := jnp.result_type(row), jnp.integer):
+        raise UserError(f"curriculum.choose returned rows of {dtype}; {asked}")
+    # In a compiled run, whose problems are endless, the rows are not known here.
+    traced = any(isinstance(x, jax.core.Tracer) for x in (row, count))
+    if size is not None and not traced:
+        used = np.asarray(row)[: int(count)]
+        if len(wrong := used[(used < 0) | (used >= size)]):
+            raise UserError(
+                f"curriculum.choose returned row {wrong[0]}; rows are from 0 to {size - 1}"
+            )
+    if not isinstance(choice.prior, Mapping):
+        raise UserError(
+            f"curriculum.choose returned prior = {choice.prior!r:.40}; return arrays {shape} by"
+            " name"
+        )
+    each = {name: getattr(choice, name) for name in ("count", "limit", "temperature")}
+    each |= {f"prior[{name!r}]": x for name, x in choice.prior.items()}
+    for name, x in each.items():
+        if x is not None and np.shape(x) != shape:
+            raise UserError(
+                f"curriculum.choose returned {name} of shape {np.shape(x)}; return {shape}, one for"
+                " each row"
+            )
 
 
 def _as_chosen(ask: Ask, choice: Selection) -> Ask:

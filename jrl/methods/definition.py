@@ -21,17 +21,19 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 
-from jrl.errors import Mistakes, nearest
+from jrl.errors import Mistakes, UserError, nearest
 from jrl.methods.base import Method
 from jrl.methods.check_method import check_method
 from jrl.methods.domains import Coefficient, coefficients_of
 from jrl.system.readable import as_text
 from jrl.types import Objective
+from jrl.user_code import made_by
 
 Build = Callable[..., Method]
 
@@ -119,6 +121,7 @@ class Published:
         """
         mistakes = Mistakes()
         mistakes.look(lambda: self.check(self.name, coefficients))
+        mistakes.look(lambda: self.check(self._label, self._own_defaults(coefficients)))
         mistakes.lines += [
             f"{self.name} needs {name}; give {coefficient.domain}"
             for name, coefficient in self.coefficients.items()
@@ -126,6 +129,22 @@ class Published:
         ]
         mistakes.check()
         return check_method(self.build(coefficients), f"method = {self.name!r}")
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether the function is a user's."""
+        return not self.__module__.startswith("jrl.")
+
+    @property
+    def _label(self) -> str:
+        """The name, of a user's function with its file."""
+        file = self._globals.get("__file__") if self._is_own else None
+        return f"{Path(file).name}:{self.name}" if file else self.name
+
+    def _own_defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Defaults in use that a user wrote; those of the library are tested."""
+        each = self.coefficients.items() if self._is_own else ()
+        return {name: c.default for name, c in each if not c.required and name not in given}
 
     def check(self, table: str, coefficients: Mapping[str, Any]) -> None:
         """Raises a UserError with a line for each coefficient that is wrong.
@@ -148,14 +167,31 @@ class Published:
     def build(self, coefficients: Mapping[str, Any]) -> Method:
         """The method with these coefficients, not checked again."""
         defaults = {n: c.default for n, c in self.coefficients.items() if not c.required}
-        method = _FromPaper._make(self._build(**{**defaults, **coefficients}))
+        arguments = {**defaults, **coefficients}
+        if self._is_own:
+            method = _FromPaper._make(self._checked(arguments))
+        else:
+            method = _FromPaper._make(self._build(**arguments))
         changed = {
             name: value
             for name, value in coefficients.items()
             if name not in defaults or _is_changed(value, defaults[name])
         }
-        arguments = ", ".join(f"{name}={as_text(value, 1)}" for name, value in changed.items())
-        method.made_by = f"{self.name}({arguments})"
+        texts = ", ".join(f"{name}={as_text(value, 1)}" for name, value in changed.items())
+        method.made_by = f"{self.name}({texts})"
+        return method
+
+    def _checked(self, arguments: Mapping[str, Any]) -> Method:
+        """What a user's function returns, if it is a method."""
+        key = f"method = {self._label!r}"
+        method = made_by(self._build, key, **arguments)
+        if inspect.iscoroutine(method):
+            method.close()  # or Python would warn that nobody awaited it
+        if not isinstance(method, Method):
+            raise UserError(
+                f"{key} returned {method!r:.60}; return a jrl.methods.Method, such as"
+                " base.with_(...)"
+            )
         return method
 
     def __repr__(self) -> str:
@@ -246,8 +282,13 @@ def variant(
       **defaults: other defaults for coefficients of the base.
 
     Raises:
-      TypeError: a name that the base does not have.
+      TypeError: a name that the base does not have, or a base that is no published method.
     """
+    if not isinstance(base, Published):
+        raise TypeError(
+            "variant takes the published method that is changed, as in @variant(grpo), not"
+            f" {base!r:.60}"
+        )
     for name in (*without, *defaults):
         if name not in base.coefficients:
             raise TypeError(f"{base.name} has no coefficient {name!r}")

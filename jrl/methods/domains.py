@@ -171,7 +171,7 @@ def coefficients_of(build: Callable[..., Any], *, skip: int = 0) -> dict[str, Co
     coefficients = {}
     parameters = inspect.signature(build).parameters
     for name, parameter in list(parameters.items())[skip:]:
-        hint, optional = hints[name], False
+        hint, optional = hints.get(name), False
         if type(None) in typing.get_args(hint):
             optional = True
             hint = next(part for part in typing.get_args(hint) if part is not type(None))

@@ -97,6 +97,8 @@ def of_parts(apply: Callable[[Array, Any], Array]) -> Callable[[Any, StepView], 
 def only(groups: Any, keep: Array) -> Any:
     """The groups without the members that are not in ``keep`` ([m, M] or [m, 1] bool)."""
     m, size = groups.selected.shape
+    if keep.dtype != bool:  # & would read the last bit of a number
+        raise UserError(f"only: keep is {keep.dtype}; give bool, such as keep > 0")
     if keep.shape not in ((m, size), (m, 1)):  # [m] alone would be read as members, not groups
         raise UserError(
             f"only: keep has shape {keep.shape}; of {m} groups of {size} members it is"

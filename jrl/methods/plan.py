@@ -135,6 +135,8 @@ def more(groups: Any, count: Any, width: int, **how: Any) -> Ask:
             f"more: count has shape {jnp.shape(count)}; of {len(live)} groups it is {live.shape},"
             " the members that each gains"
         )
+    if jnp.issubdtype(jnp.result_type(count), jnp.floating):
+        raise UserError("more: count has fractions; round it, as jnp.round(count).astype(int)")
     count = jnp.where(live, jnp.asarray(count, jnp.int32), 0)
     return Ask(
         ticket=groups.ticket,

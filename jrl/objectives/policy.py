@@ -47,7 +47,8 @@ def compute_advantages(
         the fraction of live members whose score is NaN or infinite; and the transforms' ``notes``.
 
     Raises:
-      UserError: when a statistic that a transform needs is not in ``batch.stats``.
+      UserError: when a statistic that a transform needs is not in ``batch.stats``, or advantages
+        are no floats.
     """
     batch.check()
     names = {statistic.name for statistic in objective.advantage.statistics}
@@ -57,7 +58,8 @@ def compute_advantages(
     values, batch, inner = objective.advantage.apply(score, batch, state["advantage"])
     metrics = jax.lax.stop_gradient(batch.notes) | metrics
     batch = batch.replace(notes={})
-    chex.assert_type(values, float)
+    if not jnp.issubdtype(jnp.result_type(values), jnp.floating):
+        raise UserError(f"the advantage returned {jnp.result_type(values)}; return float32")
     live = trained(batch)
     advantages = jnp.where(live, per_token(values, batch), 0).astype(jnp.float32)
     count = live.sum(dtype=jnp.float32)
@@ -201,6 +203,19 @@ def _checked_losses(result: Any, live: Array, over_groups: bool) -> tuple[Array,
             f"a surrogate returned losses of shape {jnp.shape(result[0])[skipped:]}; return one for"
             f" each token, {form}, here {live.shape[skipped:]}"
         )
+    if not jnp.issubdtype(jnp.result_type(result[0]), jnp.floating):
+        raise UserError(
+            f"a surrogate returned losses of {jnp.result_type(result[0])}; return float32, which"
+            " has a gradient"
+        )
+    for name, values in result[1].items():
+        shape = jnp.shape(values)
+        if live.shape[: len(shape)] != shape:
+            skipped = 1 if over_groups else 2
+            raise UserError(
+                f"a surrogate returned the metric {name!r} of shape {shape[skipped:]}; return one"
+                f" number, or one for each token, {form}, here {live.shape[skipped:]}"
+            )
     return result
 
 

@@ -71,6 +71,11 @@ def form_of(function: Callable[..., Any], key: str) -> Form:
     """
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise UserError(f"{key}: the function yields; return a list of numbers")
+    if isinstance(function, type):
+        raise UserError(
+            f"{key}: {function.__name__} is a class; name an object of it, such as"
+            f" reward = {function.__name__}(), whose method __call__ takes the samples"
+        )
     parameters = _parameters(function)
     names = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -12,6 +12,7 @@ from numbers import Real
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jrl.collect.collector import on_host
@@ -23,6 +24,8 @@ from jrl.collect.plan import CollectState, Setting, StepKey, first_asks, new_col
 from jrl.collect.sources import Groups, Source, simple_request
 from jrl.collect.sources_own import tried, unsampled
 from jrl.errors import UserError
+from jrl.methods.curriculum import Curriculum
+from jrl.methods.plan import Plan
 from jrl.setup.run import Run
 from jrl.train import programs
 from jrl.train.batches import setting_of, sources_of
@@ -77,16 +80,57 @@ def _trained_groups(run: Run, setting: Setting, source: Source | None) -> Placed
             f" groups with reward parts of shape {shape}, as jrl.methods.of_parts does"
         )
     if method.plan.next is not None:
+        _check_room(method.plan, setting)
         _check_asks(method.plan.next(groups, view_of(1, first.collected, now, setting)))
-    trained, _, _ = edited(groups, first.collected, now, setting)
+    trained, after, _ = edited(groups, first.collected, now, setting)
+    for i, (old, new) in enumerate(zip(first.collected.edits, after.edits, strict=True)):
+        if jax.tree.structure(old) != jax.tree.structure(new):
+            raise UserError(f"edit {i} returned another state than it was given")
+    if trained.rewards.shape[2:] != shape[2:]:
+        raise UserError(
+            f"the edits left reward parts of shape {trained.rewards.shape}; keep the last axis,"
+            f" {shape[2]} parts"
+        )
     if (curriculum := method.curriculum) is not None:
         assert setting.table is not None
         outcome = outcome_of(groups, trained, None, now.step, setting.table)
-        before, after = first.collected, learned(curriculum, first.collected, outcome)
-        forms: list[Any] = [jax.tree.structure(x.curriculum) for x in (before, after)]
-        if forms[0] != forms[1]:
-            raise UserError("curriculum.update returned another state than it was given")
+        chosen, updated = first.collected, learned(curriculum, first.collected, outcome)
+        _check_same(collected.curriculum, chosen.curriculum, curriculum, "choose")
+        _check_same(chosen.curriculum, updated.curriculum, curriculum, "update")
     return trained
+
+
+def _check_same(before: Any, after: Any, curriculum: Curriculum, name: str) -> None:
+    """Raises UserError where a curriculum's state has other leaves than before, or other shapes.
+
+    A checkpoint restores the state as it began, and a compiled run carries it; with ``between`` its
+    arrays may grow.
+    """
+    forms = [jax.tree.structure(state) for state in (before, after)]
+    if forms[0] != forms[1]:
+        raise UserError(f"curriculum.{name} returned another state than it was given")
+    if curriculum.between is not None:
+        return
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        if jnp.shape(old) != jnp.shape(new) or jnp.result_type(old) != jnp.result_type(new):
+            raise UserError(
+                f"curriculum.{name} returned a state with {_layout(new)} in place of"
+                f" {_layout(old)}; keep shapes and types"
+            )
+
+
+def _layout(leaf: Any) -> str:
+    return f"{jnp.result_type(leaf)} of shape {jnp.shape(leaf)}"
+
+
+def _check_room(plan: Plan, setting: Setting) -> None:
+    """Raises UserError for a plan whose further rounds have no room for what they sample."""
+    if not plan.members(setting.group) and not plan.prompts(setting.prompts):
+        raise UserError(
+            f"plan.next can add nothing: plan.members({setting.group}) and"
+            f" plan.prompts({setting.prompts}) are 0; set members, for more of a group, or prompts,"
+            " for more groups"
+        )
 
 
 class _Unrewarded:

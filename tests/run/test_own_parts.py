@@ -77,6 +77,14 @@ def between(run, uses=("draw",), **more):
     )
 
 
+def losses(stats, advantages, mask):
+    return advantages, {}
+
+
+def without_parts(groups, view):
+    return groups.replace(rewards=groups.rewards[..., :0])
+
+
 def best(state, query):
     return Selection(top_rows(state, query)), state
 
@@ -89,6 +97,10 @@ WRONG = {
     "advantage: one number": (
         lambda: GRPO.with_(advantage=per_group(lambda r, members: r.mean())),
         r"returned \(\); return \[G\], here \(4,\)",
+    ),
+    "advantage: whole numbers": (
+        lambda: GRPO.with_(advantage=per_group(lambda r, members: members)),
+        r"the advantage returned bool; return float32",
     ),
     "advantage: nothing": (
         lambda: GRPO.with_(advantage=per_group(lambda r, members: None)),
@@ -130,6 +142,56 @@ WRONG = {
         lambda: planned(lambda groups, view: (more(groups, jnp.ones((3, 4)), 2),)),
         r"more: count has shape \(3, 4\); of 3 groups it is \(3,\)",
     ),
+    "plan: nothing first": (
+        lambda: GRPO.with_(plan=Plan(first=lambda asks, view: None)),
+        r"plan.first returned None; return a tuple of asks",
+    ),
+    "needs: one part": (
+        lambda: GRPO.with_(parts="format"),
+        r"needs.parts = 'format'; must be a tuple of reward parts",
+    ),
+    "plan: fractions of members": (
+        lambda: planned(lambda groups, view: (more(groups, groups.rate(), 2),)),
+        r"more: count has fractions; round it",
+    ),
+    "plan: no rounds": (
+        lambda: GRPO.with_(plan=Plan(next=lambda groups, view: (), members=lambda group: 2)),
+        r"plan.next is never called, as plan.rounds = 0",
+    ),
+    "plan: no room": (
+        lambda: planned(lambda groups, view: (), members=lambda group: 0),
+        r"plan.next can add nothing: plan.members\(4\) and plan.prompts\(3\) are 0",
+    ),
+    "plan: a bound": (
+        lambda: planned(lambda groups, view: (), members=lambda group: None),
+        r"plan.members\(8\) = None; must be a whole number, at least 0",
+    ),
+    "surrogate: needs": (
+        lambda: GRPO.with_(surrogate=Surrogate(losses, needs="sampler_logprobs")),
+        r"objective.surrogate.needs = 'sampler_logprobs'; must be a frozenset of names",
+    ),
+    "surrogate: over": (
+        lambda: GRPO.with_(surrogate=Surrogate(losses, over="pair")),
+        r"objective.surrogate.over = 'pair'; choose from group, sequence",
+    ),
+    "surrogate: a metric": (
+        lambda: surrogate(lambda stats, advantages, mask: (advantages, {"a": jnp.ones(1)})),
+        r"a surrogate returned the metric 'a' of shape \(1,\); return one number, or one for each",
+    ),
+    "surrogate: whole numbers": (
+        lambda: surrogate(lambda stats, advantages, mask: (mask.astype(int), {})),
+        r"a surrogate returned losses of int32; return float32",
+    ),
+    "edit: numbers": (
+        lambda: GRPO.with_(
+            edits=(edit_of(lambda groups, view: only(groups, groups.sizes()[:, None])),)
+        ),
+        r"only: keep is int\d+; give bool",
+    ),
+    "edit: reward parts": (
+        lambda: GRPO.with_(edits=(edit_of(without_parts),)),
+        r"the edits left reward parts of shape \(3, 4, 0\); keep the last axis",
+    ),
     "edit: nothing": (
         lambda: GRPO.with_(edits=(edit_of(lambda groups, view: None),)),
         r"edit 0 returned .*None.*; return \(groups, state\)",
@@ -157,6 +219,23 @@ WRONG = {
     "curriculum: rows": (
         lambda: chosen(lambda s, query: (Selection(query.tickets[:1]), s)),
         r"curriculum.choose returned rows of shape \(1,\); return \(3,\) int32",
+    ),
+    "curriculum: fractions": (
+        lambda: chosen(lambda s, query: (Selection(query.tickets * 1.0), s)),
+        r"curriculum.choose returned rows of float\d+; return \(3,\) int32",
+    ),
+    "curriculum: a row": (
+        lambda: chosen(lambda s, query: (Selection(query.tickets + 1023), s)),
+        r"curriculum.choose returned row 1024; rows are from 0 to 1023",
+    ),
+    "curriculum: a temperature": (
+        lambda: chosen(lambda s, query: (Selection(query.tickets, temperature=np.float32(1)), s)),
+        r"curriculum.choose returned temperature of shape \(\); return \(3,\), one for each row",
+    ),
+    "curriculum: a shorter state": (
+        lambda: chosen(best, update=lambda state, outcome: state[:2]),
+        r"curriculum.update returned a state with float32 of shape \(2,\) in place of float32 of"
+        r" shape \(1024,\)",
     ),
     "curriculum: state": (
         lambda: chosen(best, update=lambda state, outcome: (state, outcome.rate)),
@@ -390,6 +469,14 @@ EPISODES = {
         'await policy("a?"); return Outcome(1.0, metrics=3)',
         "step: Outcome.metrics = 3, not a dict",
     ),
+    "a reward after another turn": (
+        'await policy("a?"); await policy("b?"); return {"polcy": 1.0}',
+        "step: there is no role 'polcy'",
+    ),
+    "a metric": (
+        'await policy("a?"); policy.record(good="much"); await policy("b?")',
+        "step: policy.record: good is 'much', not a number",
+    ),
 }
 
 
@@ -447,4 +534,5 @@ def env():
 """
     check_env_of(text, "env", place, tmp_path)
     assert (tmp_path / "calls").read_text() == "made shutdown made train init b close shutdown"
-    assert "a first turn failed: ValueError: no number" in caplog.text
+    assert "a trial episode failed: " in caplog.text
+    assert "mine.py, line 11: ValueError: no number" in caplog.text
