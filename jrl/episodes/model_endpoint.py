@@ -166,7 +166,9 @@ def _check_error(content: Any, url: str, headers: Any) -> None:
     urllib.error.HTTPError: HTTP Error 502: no provider
     """
     error = content.get("error") if isinstance(content, dict) and "choices" not in content else None
-    code = error.get("code") if isinstance(error, dict) else None
+    if not isinstance(error, dict):
+        return
+    code = error.get("code")
     if type(code) is int and 400 <= code < 600:
         reason = " ".join(str(error.get("message", "")).split())[:300]
         raise urllib.error.HTTPError(url, code, reason, headers, io.BytesIO())

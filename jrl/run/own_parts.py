@@ -84,7 +84,7 @@ def _trained_groups(run: Run, setting: Setting, source: Source | None) -> Placed
         _check_asks(method.plan.next(groups, view_of(1, first.collected, now, setting)))
     trained, after, _ = edited(groups, first.collected, now, setting)
     for i, (old, new) in enumerate(zip(first.collected.edits, after.edits, strict=True)):
-        if jax.tree.structure(old) != jax.tree.structure(new):
+        if not _same_form(old, new):
             raise UserError(f"edit {i} returned another state than it was given")
     if trained.rewards.shape[2:] != shape[2:]:
         raise UserError(
@@ -100,14 +100,18 @@ def _trained_groups(run: Run, setting: Setting, source: Source | None) -> Placed
     return trained
 
 
+def _same_form(tree: Any, other: Any) -> bool:
+    """Whether two trees have the same leaves, by their places."""
+    return bool(jax.tree.structure(tree) == jax.tree.structure(other))
+
+
 def _check_same(before: Any, after: Any, curriculum: Curriculum, name: str) -> None:
     """Raises UserError where a curriculum's state has other leaves than before, or other shapes.
 
     A checkpoint restores the state as it began, and a compiled run carries it; with ``between`` its
     arrays may grow.
     """
-    forms = [jax.tree.structure(state) for state in (before, after)]
-    if forms[0] != forms[1]:
+    if not _same_form(before, after):
         raise UserError(f"curriculum.{name} returned another state than it was given")
     if curriculum.between is not None:
         return

@@ -323,8 +323,8 @@ def _gradient(
     objective, microbatches = parts.objective, parts.microbatches
     # Counts of the whole minibatch, so that each microbatch adds its share of the one mean: a mean
     # of microbatch means would weigh tokens of short microbatches more.
-    counts, reads = term_counts(objective, minibatch), _live(parts, frozenset({"router"}))
-    live, shared = partial(score, **reads), shares_prompts(**reads)
+    counts, also = term_counts(objective, minibatch), frozenset({"router"})
+    live, shared = live_statistics(parts, also), shares_prompts(**_live(parts, also))
 
     def loss(params: Params, rows: tuple[Batch, Array]) -> tuple[Array, tuple[Pairs, Stats]]:
         batch, advantages = rows
