@@ -102,7 +102,8 @@ def _trained_groups(run: Run, setting: Setting, source: Source | None) -> Placed
 
 def _same_form(tree: Any, other: Any) -> bool:
     """Whether two trees have the same leaves, by their places."""
-    return bool(jax.tree.structure(tree) == jax.tree.structure(other))
+    forms: list[Any] = [jax.tree.structure(each) for each in (tree, other)]
+    return bool(forms[0] == forms[1])
 
 
 def _check_same(before: Any, after: Any, curriculum: Curriculum, name: str) -> None:
