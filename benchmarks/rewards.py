@@ -152,7 +152,7 @@ def pool_stage(pool: RewardPool, good: str, bad: Callable[[str], str]) -> Stage:
             for item in paced(items, seconds) if seconds else ():
                 begun.submit(item)
             scores = pool.scores(items, begun=begun)
-        return int((scores.points > 0).sum()), scores.counts
+        return int((scores.points > 0).sum()), scores.outcome.counts
 
     return Stage([*PROGRAMS], run)
 

@@ -110,7 +110,7 @@ class Sandbox:
       network: whether code may run where it cannot be cut off from the network.
 
     Attributes:
-      isolated: whether the code has no network and its own processes and temporary directories.
+      apart: whether the code has no network and its own processes and temporary directories.
       offline: whether it has no network.
 
     Raises:
@@ -128,8 +128,8 @@ class Sandbox:
         self.limits = limits or SandboxLimits()
         self._gate = Gate(at_once or os.cpu_count() or 1, "the sandbox")
         self._way = _way_in()
-        self.isolated = bool(self._way.prefix)
-        self.offline = self.isolated or self._way.filtered
+        self.apart = bool(self._way.prefix)
+        self.offline = self.apart or self._way.filtered
         self._uids = itertools.cycle(range(_FIRST_UID, _FIRST_UID + _UIDS))
         if not (self.offline or network):
             raise UserError(
@@ -138,7 +138,7 @@ class Sandbox:
                 "--cap-add=SYS_ADMIN or --security-opt seccomp=unconfined, or set network = true "
                 "to let code use the network"
             )
-        if not self.isolated:
+        if not self.apart:
             reach = "no network" if self.offline else "the network"
             files = "may leave files and see other processes"
             if self._way.fenced:
@@ -173,7 +173,7 @@ class Sandbox:
 
     async def _run(self, code: str) -> SandboxResult:
         spec = _spec(self.limits, self._way, next(self._uids))
-        if self.isolated:
+        if self.apart:
             return await self._run_in(None, spec, code)
         directory = tempfile.mkdtemp(prefix="jrl-sandbox-")
         try:
@@ -208,7 +208,7 @@ class Sandbox:
             if status:
                 _kill(process.pid)
             await finish(process)
-            if not self.isolated:
+            if not self.apart:
                 _kill_left(process.pid, spec["uid"])
             await finish(process)  # what was killed only now had held the pipe
         if not status:

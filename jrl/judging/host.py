@@ -130,18 +130,18 @@ class _Share(NamedTuple):
         scores_of = self.scorer.pool.scores
         if self.begun is not None:
             scores_of = partial(scores_of, begun=self.begun)
-        scores = scores_of(samples, group=g if exists.all() else None)
+        scored, outcome = scores_of(samples, group=g if exists.all() else None)
         answers = np.zeros((len(rows), g), np.int32)
         answers[exists] = [answer_number(s.completion) for s in samples]
-        points = np.zeros((len(rows), g, scores.points.shape[1]), np.float32)
-        points[exists] = scores.points
+        points = np.zeros((len(rows), g, scored.shape[1]), np.float32)
+        points[exists] = scored
         dropped = np.zeros((len(rows), g), bool)
-        dropped[exists] = scores.dropped
+        dropped[exists] = outcome.dropped
         by_token = self.scorer.pool.by_token
         paid = np.zeros((len(rows), g, self.rollout.tokens.shape[2] * by_token), np.float32)
-        for (n, j), tokens in zip(places, scores.paid, strict=bool(by_token)):
+        for (n, j), tokens in zip(places, outcome.paid, strict=bool(by_token)):
             paid[n, j, self._columns(rows[n], j)] = tokens
-        return (points, dropped, answers, paid), scores.counts
+        return (points, dropped, answers, paid), outcome.counts
 
     def _columns(self, i: int, j: int) -> np.ndarray:
         """[n] int: columns of a member's row that hold the tokens of its sample."""

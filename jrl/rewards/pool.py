@@ -42,11 +42,10 @@ class _Call(NamedTuple):
     members: list[int]
 
 
-class Scores(NamedTuple):
-    """Rewards of B samples by R functions.
+class Outcome(NamedTuple):
+    """What came of the calls for B samples, beside their points.
 
     Attributes:
-      points: [B, R] float32; NaN where a function has no opinion.
       dropped: [B] bool, samples to remove from their groups.
       counts: of calls by name, "reward_calls", "reward_timeouts", "reward_errors" and
         "reward_missing", numbers that were None.
@@ -54,10 +53,21 @@ class Scores(NamedTuple):
         them by token; () without such functions.
     """
 
-    points: np.ndarray
     dropped: np.ndarray
     counts: dict[str, float]
     paid: Sequence[np.ndarray] = ()
+
+
+class Scores(NamedTuple):
+    """Rewards of B samples by R functions.
+
+    Attributes:
+      points: [B, R] float32; NaN where a function has no opinion.
+      outcome: of the calls.
+    """
+
+    points: np.ndarray
+    outcome: Outcome
 
 
 class RewardPool:
@@ -181,7 +191,7 @@ class RewardPool:
                 if action != "zero":
                     points[lost, column] = np.nan
                 dropped[lost] |= action == "drop"
-        return Scores(points, dropped, counts, paid)
+        return Scores(points, Outcome(dropped, counts, paid))
 
     def _calls(self, samples: Sequence[Sample], groups: list[list[int]]) -> list[_Call]:
         """A call for each unit of each function, without samples that ``where`` leaves out."""

@@ -87,7 +87,7 @@ def test_code_ends_in_time(sandbox, name, monkeypatch):
 
 
 def test_there_is_no_network_and_no_one_else(sandbox):
-    if not sandbox.isolated:
+    if not sandbox.apart:
         pytest.skip("unshare cannot be used here")
     code = "import socket\nsocket.create_connection(('127.0.0.1', 9), timeout=1)"
     assert "OSError" in asyncio.run(sandbox.run(code)).output.replace("ConnectionRefused", "OS")
@@ -178,11 +178,11 @@ def test_sockets_that_no_namespace_holds_are_refused(either):
     assert "PermissionError" in vsock.output
     assert "PermissionError" in packets.output
     result = asyncio.run(either.run(code.format("socket.AF_INET", "socket.SOCK_STREAM")))
-    assert result.status == ("ok" if either.isolated else "error")
+    assert result.status == ("ok" if either.apart else "error")
 
 
 def test_temporary_directories_share_their_limit(sandbox):
-    if not sandbox.isolated:
+    if not sandbox.apart:
         pytest.skip("unshare cannot be used here")
     code = (
         "for i, place in enumerate(('/tmp', '/var/tmp', '/dev/shm', '/tmp', '/run')):\n"
@@ -226,7 +226,7 @@ def test_without_unshare_the_limits_hold(monkeypatch, caplog):
     finally:
         monkeypatch.undo()
         module._way_in.cache_clear()
-    assert not weaker.isolated
+    assert not weaker.apart
     assert weaker.offline
     assert "code has no network and writes to a directory of its own alone" in caplog.text
     for family in ("AF_INET", "AF_INET6", "AF_UNIX"):
@@ -245,7 +245,7 @@ def test_code_that_would_have_the_network_is_refused(monkeypatch):
     with pytest.raises(UserError, match="seccomp=unconfined, or set network = true"):
         Sandbox()
     weaker = Sandbox(network=True)
-    assert (weaker.isolated, weaker.offline) == (False, False)
+    assert (weaker.apart, weaker.offline) == (False, False)
 
 
 def test_runs_wait_for_each_other_and_their_waiting_is_free():

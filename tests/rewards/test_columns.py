@@ -123,7 +123,7 @@ def test_a_function_of_columns_in_a_file_and_in_workers(tmp_path):
     reward = make_reward(f"{path}:short", limit=2)
     assert reward([sample("4"), sample("44")]) == [1.0, 0.0]
     with RewardPool({"short": reward}, workers=1, timeout_seconds=60) as pool:
-        points, _, _, _ = pool.scores([sample("4"), sample("44")], group=1)
+        points, _ = pool.scores([sample("4"), sample("44")], group=1)
     assert points.tolist() == [[1.0], [0.0]]
 
 

@@ -82,7 +82,7 @@ ERRORS = {
 
 @pytest.mark.parametrize("what", ERRORS)
 def test_an_error_is_counted_and_named_and_the_others_are_judged(pool, what, monkeypatch):
-    points, _, counts, _ = pool.scores(samples_of("fine", what, "fine"))
+    points, (_, counts, _) = pool.scores(samples_of("fine", what, "fine"))
     assert points[:, 0].tolist() == [1.0, 0.0, 1.0]
     assert (counts["reward_timeouts"], counts["reward_errors"]) == (0.0, 1.0)
     monkeypatch.setattr(pool, "on_error", "stop")
@@ -96,7 +96,7 @@ def test_an_error_is_counted_and_named_and_the_others_are_judged(pool, what, mon
 @pytest.mark.parametrize("what", ["eats", "child_eats"])
 def test_memory_beyond_the_limit_ends_the_call_and_names_the_limit(pool, what, monkeypatch):
     monkeypatch.setattr(pool, "timeout_seconds", 60.0)  # a busy machine takes its time to eat
-    points, _, counts, _ = pool.scores(samples_of("fine", what, "fine"))
+    points, (_, counts, _) = pool.scores(samples_of("fine", what, "fine"))
     assert points[:, 0].tolist() == [1.0, 0.0, 1.0]
     assert counts["reward_errors"] == 1.0
     monkeypatch.setattr(pool, "on_error", "stop")
@@ -108,7 +108,7 @@ def test_a_worker_that_a_reward_has_broken_is_replaced(place, monkeypatch):
     monkeypatch.setattr("jrl.rewards.workers._FAILURES_IN_A_ROW", 3)
     limits = {"workers": 1, "timeout_seconds": 20.0, "on_error": "zero"}
     with RewardPool({"r": hostile(place)}, **limits) as pool:
-        points, _, counts, _ = pool.scores(samples_of("breaks", *["needs_modules"] * 6))
+        points, (_, counts, _) = pool.scores(samples_of("breaks", *["needs_modules"] * 6))
     assert points[:, 0].tolist() == [1, 0, 0, 0, 1, 1, 1]
     assert counts["reward_errors"] == 3
 
@@ -126,7 +126,7 @@ def test_memory_in_files_counts_and_goes(pool, what, monkeypatch):
 @PROC
 def test_memory_that_is_mapped_and_open_counts_once(pool, monkeypatch):
     monkeypatch.setattr(pool, "timeout_seconds", 60.0)
-    points, _, counts, _ = pool.scores(samples_of("maps_shared_memory"))
+    points, (_, counts, _) = pool.scores(samples_of("maps_shared_memory"))
     assert (points[0, 0], counts["reward_errors"]) == (1.0, 0.0)
 
 
@@ -186,7 +186,7 @@ def test_shared_memory_of_others_does_not_count(tmp_path):
 
 @PROC
 def test_what_a_reward_forks_dies_with_its_time_limit(pool, place):
-    points, _, counts, _ = pool.scores(samples_of("fine", "forks"))
+    points, (_, counts, _) = pool.scores(samples_of("fine", "forks"))
     assert points[:, 0].tolist() == [1.0, 0.0]
     assert counts["reward_timeouts"] == 1.0
     pids = [int(pid) for pid in (place / "pids").read_text().split()]
@@ -237,7 +237,7 @@ def test_calls_that_hold_the_interpreter_lock_cost_their_own_time_only():
     with RewardPool({"r": hostile()}, workers=2, timeout_seconds=1.0) as pool:
         pool.scores(samples_of("fine", "fine"))
         begin = time.monotonic()
-        points, _, counts, _ = pool.scores(samples_of(*["holds_the_lock"] * 8, *["fine"] * 4))
+        points, (_, counts, _) = pool.scores(samples_of(*["holds_the_lock"] * 8, *["fine"] * 4))
         spent = time.monotonic() - begin
     assert counts["reward_timeouts"] == 8.0
     assert points[8:, 0].tolist() == [1.0] * 4
@@ -247,13 +247,13 @@ def test_calls_that_hold_the_interpreter_lock_cost_their_own_time_only():
 def test_a_thread_left_behind_with_the_lock_delays_and_hurts_nobody(pool):
     """The worker that it holds takes no further call in time; that call fails or is moved."""
     pool.scores(samples_of("leaves_a_thread"))
-    points, _, counts, _ = pool.scores(samples_of(*["fine"] * 6))
+    points, (_, counts, _) = pool.scores(samples_of(*["fine"] * 6))
     assert points.sum() >= 5
     assert counts["reward_errors"] + counts["reward_timeouts"] <= 1
 
 
 def test_a_process_that_is_stopped_is_ended_at_its_time_limit(pool):
-    points, _, counts, _ = pool.scores(samples_of("stops_itself", "fine"))
+    points, (_, counts, _) = pool.scores(samples_of("stops_itself", "fine"))
     assert points[:, 0].tolist() == [0.0, 1.0]
     assert counts["reward_timeouts"] == 1.0
 
@@ -261,19 +261,19 @@ def test_a_process_that_is_stopped_is_ended_at_its_time_limit(pool):
 def test_what_a_call_leaves_behind_in_the_pipe_is_no_failure_of_the_next_one(pool):
     pool.scores(samples_of("leaves_a_writer", "leaves_a_writer"))
     time.sleep(0.5)
-    points, _, counts, _ = pool.scores(samples_of("fine", "fine"))
+    points, (_, counts, _) = pool.scores(samples_of("fine", "fine"))
     assert points[:, 0].tolist() == [1.0, 1.0]
     assert counts["reward_errors"] == 0.0
 
 
 def test_garbage_in_the_pipes_runs_nothing_in_the_trainer(pool):
-    counts = pool.scores(samples_of("writes_to_every_pipe")).counts
+    counts = pool.scores(samples_of("writes_to_every_pipe")).outcome.counts
     assert counts["reward_timeouts"] == 0.0
     assert pool.scores(samples_of("fine", "fine"))[0][:, 0].tolist() == [1.0, 1.0]
 
 
 def test_a_flood_of_output_is_cut(pool, capsys):
-    points, _, _, _ = pool.scores(samples_of("prints"))
+    points, _ = pool.scores(samples_of("prints"))
     assert points[0, 0] == 1.0
     stderr = capsys.readouterr().err
     assert stderr.startswith("spam ")
@@ -290,7 +290,7 @@ def test_the_choices_after_a_failure(failure, name):
     samples = samples_of("fine", "stops_itself" if failure == "timeout" else "gone")
     with RewardPool({"r": hostile()}, workers=1, timeout_seconds=1.0, on_error="zero") as pool:
         setattr(pool, key, "drop")
-        points, _, counts, _ = pool.scores(samples)
+        points, (_, counts, _) = pool.scores(samples)
         assert points[0, 0] == 1.0
         assert math.isnan(points[1, 0])
         assert counts[f"reward_{failure}s"] == 1.0

@@ -51,7 +51,7 @@ def pool():
 
 
 def test_points_keep_the_order_of_samples_and_functions(pool):
-    points, _, counts, _ = pool.scores(samples_of(*("x" * i for i in range(20))))
+    points, (_, counts, _) = pool.scores(samples_of(*("x" * i for i in range(20))))
     assert points.shape == (20, 4)
     assert points.dtype == np.float32
     np.testing.assert_array_equal(points[:, 0], np.arange(20))
@@ -64,7 +64,7 @@ def test_points_keep_the_order_of_samples_and_functions(pool):
 @pytest.mark.parametrize("text", ["hang", "spin"])
 def test_a_call_that_hangs_scores_0_and_the_others_are_judged(pool, text):
     start = time.monotonic()
-    points, _, counts, _ = pool.scores(samples_of("a", text, "c", "d"))
+    points, (_, counts, _) = pool.scores(samples_of("a", text, "c", "d"))
     assert time.monotonic() - start < 30
     assert points[:, 0].tolist() == [0.0, 0.0, 2.0, 3.0]
     assert points[:, 1].tolist() == [0.5, 2.0, 0.5, 0.5]
@@ -72,7 +72,7 @@ def test_a_call_that_hangs_scores_0_and_the_others_are_judged(pool, text):
 
 
 def test_a_call_that_kills_its_process_scores_0_and_is_counted(pool):
-    points, _, counts, _ = pool.scores(samples_of("a", "die", "c"))
+    points, (_, counts, _) = pool.scores(samples_of("a", "die", "c"))
     assert points[:, 2].tolist() == [1.0, 0.0, 1.0]
     assert counts.items() >= {"reward_timeouts": 0.0, "reward_errors": 1.0}.items()
     assert pool.scores(samples_of("a"))[0][0, 2] == 1.0
@@ -82,7 +82,7 @@ def test_a_call_that_kills_its_process_scores_0_and_is_counted(pool):
     "kind", ["raise", "exit", "nan", "inf", "two", "none", "number", "text", "unpicklable"]
 )
 def test_a_bad_result_scores_0_and_is_counted(pool, kind):
-    points, _, counts, _ = pool.scores(samples_of("a", kind))
+    points, (_, counts, _) = pool.scores(samples_of("a", kind))
     assert points[:, 3].tolist() == [0.5, 0.0]
     assert counts["reward_errors"] == 1.0
 
@@ -131,7 +131,7 @@ def test_a_function_may_use_up_its_list_and_none_may_shorten_it():
 
     limits = {"workers": 0, "timeout_seconds": 1.0, "on_error": "zero"}
     with RewardPool({"pops": pops, "filters": filters}, **limits) as pool:
-        points, _, counts, _ = pool.scores(samples_of("a", "bb"), group=2)
+        points, (_, counts, _) = pool.scores(samples_of("a", "bb"), group=2)
     assert points.tolist() == [[1.0, 0.0], [2.0, 0.0]]
     assert counts["reward_errors"] == 1
 
@@ -145,7 +145,7 @@ def test_workers_raise_too_show_the_line_are_reused_and_know_no_jax():
         "pid": judge("pid"),
     }
     with RewardPool(functions, workers=1, timeout_seconds=5.0) as pool:
-        points, _, _, _ = pool.scores(samples_of(*(rf"\boxed{{{i}}}" for i in range(8))))
+        points, _ = pool.scores(samples_of(*(rf"\boxed{{{i}}}" for i in range(8))))
         np.testing.assert_array_equal(points[:, 2:4], np.ones((8, 2)))
         assert len(set(points[:, 4])) == 1
         assert points[0, 4] != os.getpid()
@@ -160,7 +160,7 @@ def test_workers_raise_too_show_the_line_are_reused_and_know_no_jax():
 def test_functions_over_groups_see_whole_groups():
     samples = samples_of("aaa", "a", "aa", "b", "bb", ids=[4, 4, 4, 9, 9])
     with RewardPool({"rank": judge("rank")}, workers=0, timeout_seconds=1.0) as pool:
-        points, _, _, _ = pool.scores(samples)
+        points, _ = pool.scores(samples)
         assert points[:, 0].tolist() == [2.0, 0.0, 1.0, 0.0, 1.0]
         # the same prompt twice in a row is two groups when the caller says how large they are
         twice = samples_of("aaa", "a", "aa", "aaaa", ids=[4, 4, 4, 4])
@@ -200,7 +200,7 @@ def test_calls_begin_before_all_samples_are_there_and_are_not_made_again(tmp_pat
             assert not together.exists()  # a group is called when it is there
             scores = pool.scores(samples, group=4, begun=calls)
         np.testing.assert_array_equal(scores.points, expected.points)
-        assert scores.counts == expected.counts
+        assert scores.outcome.counts == expected.outcome.counts
         # equal samples have a call each, and what began is not called again
         assert lines_of(alone, 5) == ["0?gone", "4?a", "4?bb", "4?bb", "4?" + "c" * 9]
         assert lines_of(together, 1) == ["a"]
@@ -243,11 +243,11 @@ def test_what_cannot_be_sent_is_refused_at_once():
 def test_a_worker_that_is_killed_while_idle_is_replaced():
     with RewardPool({"pid": judge("pid")}, workers=1, timeout_seconds=5.0) as pool:
         for _ in range(2):
-            points, _, counts, _ = pool.scores(samples_of("a", "b"))
+            points, (_, counts, _) = pool.scores(samples_of("a", "b"))
             assert counts["reward_errors"] == 0.0
             os.kill(int(points[0, 0]), signal.SIGKILL)
             time.sleep(0.5)
-        again, _, _, _ = pool.scores(samples_of("a"))
+        again, _ = pool.scores(samples_of("a"))
         assert again[0, 0] != points[0, 0]
     with pytest.raises(RuntimeError):
         pool.scores(samples_of("a"))
@@ -376,8 +376,8 @@ def test_an_interrupted_or_killed_trainer_leaves_no_process(tmp_path, checkout, 
 def test_a_child_that_a_reward_leaves_behind_answers_nothing(act, workers):
     limits = {"timeout_seconds": 20.0, "on_error": "zero"}
     with RewardPool({"forks": judge("forks")}, workers=workers, **limits) as pool:
-        first, _, _, _ = pool.scores(samples_of("10", act, "30", "40"))
-        second, _, counts, _ = pool.scores(samples_of("50", "60"))
+        first, _ = pool.scores(samples_of("10", act, "30", "40"))
+        second, (_, counts, _) = pool.scores(samples_of("50", "60"))
     assert first[:, 0].tolist() == [10, 1, 30, 40]
     assert second[:, 0].tolist() == [50, 60]
     assert counts["reward_errors"] == 0
@@ -386,8 +386,8 @@ def test_a_child_that_a_reward_leaves_behind_answers_nothing(act, workers):
 def test_a_worker_that_answers_twice_is_ended_and_counted():
     limits = {"timeout_seconds": 20.0, "on_error": "zero"}
     with RewardPool({"forks": judge("forks")}, workers=1, **limits) as pool:
-        first, _, before, _ = pool.scores(samples_of("10", "answer twice", "30"))
-        second, _, after, _ = pool.scores(samples_of("40", "50"))
+        first, (_, before, _) = pool.scores(samples_of("10", "answer twice", "30"))
+        second, (_, after, _) = pool.scores(samples_of("40", "50"))
     assert before["reward_errors"] + after["reward_errors"] >= 1
     right = [10, 0, 30], [40, 50]
     for values, expected in zip((first, second), right, strict=True):
@@ -410,7 +410,7 @@ def of_all(samples):
 def test_what_no_opinion_means(missing, point, dropped):
     rules = {"f": Rules(missing=missing)}
     with RewardPool({"f": silent_about_b}, workers=0, timeout_seconds=1.0, rules=rules) as pool:
-        points, out, counts, _ = pool.scores(samples_of("a", "b"), group=2)
+        points, (out, counts, _) = pool.scores(samples_of("a", "b"), group=2)
     np.testing.assert_array_equal(points[:, 0], [1.0, point])
     assert out.tolist() == [False, bool(dropped)]
     assert counts["reward_missing"] == 1
@@ -423,7 +423,7 @@ def test_a_range_is_held_and_rows_are_chosen():
         sample.prompt.meta["kind"] = kind
     limits = {"workers": 0, "timeout_seconds": 1.0, "on_error": "none"}
     with RewardPool({"f": silent_about_b}, rules=rules, **limits) as pool:
-        points, _, counts, _ = pool.scores(samples)
+        points, (_, counts, _) = pool.scores(samples)
     np.testing.assert_array_equal(points[:, 0], [1.0, math.nan, math.nan])
     assert counts["reward_errors"] == 1  # "cc"; nobody was asked about "dd"
     assert counts["reward_calls"] == 2
