@@ -36,7 +36,7 @@ from jrl.methods.schedule import Schedule
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.rewards import make_reward
-from jrl.rewards.pool import RewardPool, Scores
+from jrl.rewards.pool import CallOutcome, RewardPool, Scores
 from jrl.run.run import train
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
@@ -363,7 +363,7 @@ class PointsById:
 
     def scores(self, samples, *, group):
         points = np.array([[s.prompt.id] for s in samples], np.float32)
-        return Scores(points, np.zeros(len(samples), bool), {})
+        return Scores(points, CallOutcome(np.zeros(len(samples), bool), {}))
 
 
 def text_source(w, texts, seed=None, pool=None):

@@ -31,7 +31,7 @@ from jrl.methods import get_method
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
-from jrl.rewards.pool import Scores
+from jrl.rewards.pool import CallOutcome, Scores
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
 from jrl.train.state import init_state
@@ -269,7 +269,9 @@ class Echo:
 
     def scores(self, samples, *, group):
         self.samples = samples
-        return Scores(np.ones((len(samples), 1), np.float32), np.zeros(len(samples), bool), {})
+        return Scores(
+            np.ones((len(samples), 1), np.float32), CallOutcome(np.zeros(len(samples), bool), {})
+        )
 
 
 def test_what_is_trained_is_what_was_sampled_token_for_token():

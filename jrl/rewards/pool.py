@@ -42,7 +42,7 @@ class _Call(NamedTuple):
     members: list[int]
 
 
-class Outcome(NamedTuple):
+class CallOutcome(NamedTuple):
     """What came of the calls for B samples, beside their points.
 
     Attributes:
@@ -67,7 +67,7 @@ class Scores(NamedTuple):
     """
 
     points: np.ndarray
-    outcome: Outcome
+    outcome: CallOutcome
 
 
 class RewardPool:
@@ -191,7 +191,7 @@ class RewardPool:
                 if action != "zero":
                     points[lost, column] = np.nan
                 dropped[lost] |= action == "drop"
-        return Scores(points, Outcome(dropped, counts, paid))
+        return Scores(points, CallOutcome(dropped, counts, paid))
 
     def _calls(self, samples: Sequence[Sample], groups: list[list[int]]) -> list[_Call]:
         """A call for each unit of each function, without samples that ``where`` leaves out."""

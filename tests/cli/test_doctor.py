@@ -83,7 +83,6 @@ def test_rows_templates_and_columns_are_looked_at(tmp_path, monkeypatch):
 
 APART = {
     "tree.rounds = 2 does not go with": ("tree.kind=branch", "tree.rounds=2"),
-    "tree.tokens = 8 does not go with": ("tree.kind=search", "tree.tokens=8"),
     "sampling.temperature = 0": ("sampling.temperature=0",),
     "sampling.group = 1": ("sampling.group=1",),
 }

@@ -16,7 +16,7 @@ from jrl.methods import get_method, refill
 from jrl.methods.curriculum import Curriculum, Selection, Table
 from jrl.methods.edit import edit_of
 from jrl.objectives.advantages import mean_centred
-from jrl.rewards.pool import Scores
+from jrl.rewards.pool import CallOutcome, Scores
 from jrl.train.step_metrics import with_slot_use
 from jrl.types import Prompt, Rollout, StopReason
 
@@ -262,7 +262,7 @@ class Pool:
 
     def scores(self, samples, *, group):
         out = np.isnan(self.points[:, 0])
-        return Scores(self.points, out, {"reward_errors": float(out.sum())})
+        return Scores(self.points, CallOutcome(out, {"reward_errors": float(out.sum())}))
 
 
 class Letters:

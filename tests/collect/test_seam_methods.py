@@ -23,7 +23,7 @@ from jrl.mesh import make_mesh
 from jrl.methods import all_methods, get_method
 from jrl.methods.curriculum import Outcome, Query, Table
 from jrl.methods.edit import EditView
-from jrl.rewards.pool import Scores
+from jrl.rewards.pool import CallOutcome, Scores
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
 from jrl.train.compiled import iterate, make_iteration, pool_table
@@ -407,7 +407,9 @@ class Digits:
 
     def scores(self, samples, *, group):
         right = [float(len(s.tokens) and s.tokens[0] == s.prompt.tokens[0]) for s in samples]
-        return Scores(np.array(right, np.float32)[:, None], np.zeros(len(right), bool), {})
+        return Scores(
+            np.array(right, np.float32)[:, None], CallOutcome(np.zeros(len(right), bool), {})
+        )
 
     def decode(self, ids):
         return "".join(chr(97 + i) for i in ids)

@@ -125,6 +125,10 @@ CONFLICTS = {
         ["train.mode=packed", "train.minibatches=2"],
         "train.mode = 'packed' packs a batch for one update, and train.minibatches = 2",
     ),
+    "tokens of a search of turns": (
+        ["data.train=x", "data.env=y:z", "tree.kind=search", "tree.tokens=8"],
+        "tree.tokens = 8 does not go with data.env with data.train: a search of episodes goes by",
+    ),
     "own network": (
         ["model.network=a:b", "lora.rank=2"],
         "model.network = 'a:b' does not go with [lora]",

@@ -237,7 +237,7 @@ def steps(*overrides):
         (("lora.rank=2", "lora.targets=['q', 'upp']"), r"'upp'; did you mean 'up'\?"),
         (("lora.rank=2", "lora.base=int4"), r"lora.base = 'int4'; did you mean 'int8'"),
         (("lora.rank=2", "method=online_dpo", "objective.refresh_ref=1"), "adapters off, which"),
-        (("lora.rank=2", "lora.path=x"), r"lora.path = 'x' needs the checkpoint"),
+        (("lora.rank=2", "lora.path=x"), r"lora.path = 'x' needs model.path: adapters belong"),
         (("sampling.int8=weihts",), r"sampling.int8 = 'weihts'; did you mean 'weights'"),
     ],
 )

@@ -22,7 +22,7 @@ from jrl.methods.edit import edit_of, only
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
-from jrl.rewards.pool import Scores
+from jrl.rewards.pool import CallOutcome, Scores
 from jrl.run.export import export_run
 from jrl.run.run import train
 from jrl.sampling.generate import generate
@@ -52,7 +52,9 @@ class Words:
 
     def scores(self, samples, *, group):
         right = [float(s.completion in ("4", "5")) for s in samples]
-        return Scores(np.array(right, np.float32)[:, None], np.zeros(len(right), bool), {})
+        return Scores(
+            np.array(right, np.float32)[:, None], CallOutcome(np.zeros(len(right), bool), {})
+        )
 
 
 def shown_in(question):
