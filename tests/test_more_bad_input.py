@@ -188,7 +188,7 @@ def test_coordinators(address):
 REWARDS = {
     "import sys; sys.exit()": "line 1: SystemExit",
     "def f(samples): yield 1.0": "the function yields; return a list of numbers",
-    "class f: pass": "the function takes (); write",
+    "class f: pass": "f is a class; name an object of it",
     "def f(samples, *, a): return [a]": "a is missing",
 }
 

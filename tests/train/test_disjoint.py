@@ -526,7 +526,10 @@ def test_a_run_whose_weights_change_on_the_way_ends_before_it_draws_with_them(
     [
         (("placement.staleness=-1",), "staleness = -1; must be"),
         (("sampling.mesh.data=0",), "sampling.mesh.data = 0; must be"),
-        ((*DISJOINT, "train.mode=compiled"), "placement] and train.mode = 'compiled' are both"),
+        (
+            (*DISJOINT, "train.mode=compiled"),
+            r"train.mode = 'compiled' does not go with \[placement\]: it is one program",
+        ),
         (
             (*DISJOINT, "mesh.data=8", "train.prompts=8"),
             "8 devices and sampling.mesh for 4 others; there are 8",
