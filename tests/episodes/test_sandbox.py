@@ -86,6 +86,12 @@ def test_code_ends_in_time(sandbox, name, monkeypatch):
     assert len(os.listdir("/proc/self/fd")) == handles
 
 
+@pytest.mark.parametrize(("more", "status"), [(0, "ok"), (1, "output")])
+def test_a_byte_of_output_beyond_the_limit_ends_a_run(sandbox, more, status):
+    code = f"print('x' * {LIMITS.output_bytes - 1 + more})"  # and the end of the line
+    assert asyncio.run(sandbox.run(code)).status == status
+
+
 def test_there_is_no_network_and_no_one_else(sandbox):
     if not sandbox.apart:
         pytest.skip("unshare cannot be used here")

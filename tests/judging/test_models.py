@@ -13,7 +13,7 @@ from jrl.config import load_config
 from jrl.config.judge import JudgeTable, checked
 from jrl.episodes.search import Path
 from jrl.errors import UserError
-from jrl.evaluate.verifiers import verifier_of
+from jrl.evaluate.verifiers import _by_judge, verifier_of
 from jrl.judging.cache import QuestionVote
 from jrl.judging.host import Texts
 from jrl.judging.judges import check_judges, judges_of
@@ -174,6 +174,25 @@ def test_a_policy_ranks_its_own_solutions():
         )
     with pytest.raises(UserError, match="--by judge: no part of .rewards. has function = 'judge'"):
         verifier_of(load_config(None, RUN), "judge", "last")
+
+
+def test_paths_are_judged_beside_the_rows_that_they_begin_with():
+    """Their prompts are the rows' own, else the text of their opening; nobody else is asked."""
+    row = Prompt(5, "2+2>", np.array(TOKENS.encode("2+2>"), np.int32), "4", {"facts": "even"})
+    ends = np.array([TOKENS.eos_id])
+    paths = [Path(np.array(TOKENS.encode(t)), ends, (1,), 0, 0.0, True) for t in ("2+2>", "3>")]
+
+    def judges(texts, so_far, step, weights):
+        stop = np.asarray(texts.rollout.stop)[:, 0]
+        assert (stop != StopReason.ABSENT).tolist() == [True, True, True, False]
+        assert [prompt.meta for prompt in texts.prompts[:2]] == [row.meta, {}]
+        assert [prompt.text for prompt in texts.prompts[:2]] == ["2+2>", "3>"]
+        return {"good": np.array([[0.25], [np.nan], [1.0], [0.0]])}, None, {}, None
+
+    run = types.SimpleNamespace(
+        tokenizer=TOKENS, data=types.SimpleNamespace(prompts={"eval": [row]})
+    )
+    assert _by_judge(run, judges, None, (8, 4), [*paths, paths[0]]) == [0.25, None, 1.0]
 
 
 @pytest.fixture

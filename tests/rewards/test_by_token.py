@@ -18,6 +18,7 @@ from jrl.judging.host import HostScorer
 from jrl.models.tokenizer import char_tokenizer
 from jrl.objectives.transforms import paid_rewards
 from jrl.rewards import Sample, make_reward
+from jrl.rewards.model import at_progress, at_turn_ends
 from jrl.rewards.pool import RewardPool
 from jrl.rewards.rules import Rules
 from jrl.setup.reward_parts import parts_of, reward_pool
@@ -145,6 +146,27 @@ def test_the_key_makes_a_part_by_token_with_its_weight():
     model = load_config(None, [lines[0], "rewards={model={path='x', by_token=true}}"])
     with pytest.raises(UserError, match=r"rewards.model.by_token = true.*given otherwise \(model"):
         parts_of(model)
+
+
+def test_a_model_pays_values_and_their_changes_at_the_ends_of_steps():
+    """Beside loops; the second member of the first group has no token of the policy's own."""
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(2, 3, 7)).astype(np.float32)
+    steps, mask = np.sort(rng.integers(0, 3, (2, 3, 7)), axis=2), rng.random((2, 3, 7)) < 0.7
+    mask[0, 1] = False
+    ends = np.zeros((2, 3, 7), bool)
+    for n, i, t in np.argwhere(mask):
+        later = [u for u in range(t + 1, 7) if mask[n, i, u] and steps[n, i, u] == steps[n, i, t]]
+        ends[n, i, t] = not later
+    progress = np.zeros((2, 3, 7))
+    for n in range(2):
+        firsts = [values[n, i][ends[n, i]][0] for i in range(3) if ends[n, i].any()]
+        for i in range(3):
+            at = np.flatnonzero(ends[n, i])
+            progress[n, i, at] = np.diff(values[n, i, at], prepend=np.mean(firsts))
+    assert ends.sum(2).max() > 1
+    np.testing.assert_array_equal(at_turn_ends(values, mask, steps), np.where(ends, values, 0))
+    np.testing.assert_allclose(at_progress(values, mask, steps), progress, atol=1e-6)
 
 
 def test_a_search_says_that_it_has_no_tokens_to_pay():

@@ -179,3 +179,10 @@ def test_group_contrast_pays_a_behaviour_that_helps():
     # a difference of 1/2 is within eps, one of -2/3 is not
     wide = make_combined("aux", "group_contrast", ["shown", "right"], {"eps": 0.5}).combine(c)
     np.testing.assert_array_equal(wide, [[0] * 4, expected[1], [0] * 4, [0] * 4])
+    # the one that was right without it is gone: in the second group nothing is better or worse
+    left = np.ones((4, 4), bool)
+    left[1, 1:3] = False
+    combined = make_combined("aux", "group_contrast", ["shown", "right"], {}).combine(
+        c._replace(members=left)
+    )
+    np.testing.assert_array_equal(combined, [expected[0], [0] * 4, [0] * 4, [0] * 4])

@@ -267,6 +267,9 @@ def test_agreement_in_a_group():
     # EMPO's code pays nothing where all answers differ; a band of entropies says nothing outside
     different = [sample(f"\\boxed{{{i}}}") for i in range(3)]
     assert points("answer_share", *different) == [0.0] * 3
+    silent = [sample(r"\boxed{4}"), sample("no idea"), sample("none")]  # three classes, too
+    assert points("answer_share", *silent) == [0.0] * 3
+    assert points("answer_share", *silent, high=1.0) == [None] * 3  # log 3 is 1.1
     entropy = 1.5 * math.log(2)  # of shares 1/2, 1/4, 1/4
     assert points("answer_share", *group, high=entropy - 0.01) == [None] * 4
     assert points("answer_share", *group, high=entropy + 0.01) == [0.5, 0.5, 0.25, 0.0]

@@ -43,6 +43,7 @@ def test_partial_points_for_json_alone():
 
 def test_the_last_json_counts():
     assert last_json('```json\n{"a": 1}\n``` or [2]') == {"a": 1}
+    assert last_json("```json\n[1]\n```\nno:\n```json\n[2]\n```\n```\nx\n```") == [2]
     assert last_json('{"a": [1]} then {"b": 2} {bad') == {"b": 2}
     assert last_json("null") is None
     assert last_json("") is _NONE

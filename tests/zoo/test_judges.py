@@ -102,6 +102,8 @@ def test_rlaif_v_counts_rejected_claims():
     (points, counts), toy = points_of([[sample(t)] for t in texts], claims_of, **options)
     assert points == [[-2.0], [0.0], [-1.0], [None], [None]]
     assert counts["judge_calls"] == 15 + 3 * (3 + 2 + 2 + 0 + 2)
+    even = {"form": "rlaif_v", "votes": 2, "temperature": 1.0}
+    assert points_of([[sample("a d")]], claims_of, **even)[0][0] == [[0.0]]  # half is no rejection
     single = "A reply to it claims something. b"
     assert any(single in text and "a b c" not in text for text in toy.prompts)  # asked alone
 
@@ -166,7 +168,8 @@ def test_reward_anything_scores_a_group_by_a_principle():
     more = {"principle": "be short", "votes": 3, "temperature": 1.0}
     (points, _), _ = points_of([group], reply, form="reward_anything", **more)
     assert points == [[1.0, 0.75, 0.25]]
-    for bad in ('{"scores": {"model-1": 3, "model-2": 4}}', '{"scores": [1, 2, 3]}', "none"):
+    four = json.dumps({"scores": {f"model-{i}": 3 for i in range(1, 5)}})  # of three members
+    for bad in ('{"scores": {"model-1": 3, "model-2": 4}}', four, '{"scores": [1, 2, 3]}', "none"):
         assert points_of([group], lambda *_, bad=bad: bad, form="reward_anything")[0][0] == [
             [None] * 3
         ]
@@ -216,7 +219,9 @@ def test_a_judge_that_leaves_scores_out_is_paid_nothing():
         ("yes_no", "no", "Verdict: no", "Verdict: yes"),
         ("score", "7", "Score: 7", "Score: 8"),
         ("step", -1, "\\boxed{-1}", "\\boxed{0}"),
+        ("step", 2, "\\boxed{2}", "\\boxed{1}"),  # the first wrong one, not any
         ("listwise", [2, 1, 3], '{"ranking": [2, 1, 3]}', '{"ranking": [1, 2, 3]}'),
+        ("listwise", [2, 1, 3], '{"ranking": [2, 1, 3]}', '{"ranking": [2, 3, 1]}'),
     ],
 )
 def test_a_judge_is_paid_for_the_label(form, label, right, wrong):

@@ -28,6 +28,8 @@ def test_the_data_set_of_the_row_scores():
         assert paid("So <answer>291</answer>", entry=entry) == 0.0
     assert paid("\\boxed{292}", "292", metadata=json.dumps(ENTRY["metadata"])) == 1.0
     assert paid("292", "292", options={"dataset": "leg_counting"}) == 1.0
+    # a row that names its data set is not judged by that of the others
+    assert paid("292", entry=ENTRY, options={"dataset": "countdown"}) == 1.0
 
 
 def test_mistakes_are_named():
