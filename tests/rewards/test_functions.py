@@ -41,6 +41,11 @@ def test_repetition_is_trl_s(case):
     assert again[0] == pytest.approx(case["points"])
 
 
+def test_repetition_of_words_knows_no_case():
+    told = sample("The cat the CAT the dog")  # of five pairs, "the cat" and "cat the" come again
+    assert points("repetition", told, size=2, unit="words") == [pytest.approx(-2 / 5)]
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -99,6 +104,10 @@ def test_verl_s_by_name():
     sentence = sample("I do not see it.")  # a full stop alone is a form for verl
     assert points("gsm8k", sentence, method="flexible", format_score=0.1) == [0.1]
     assert points("gsm8k", sample("4."), method="flexible") == [0.0]  # "4." is not "4" there
+    assert points("gsm8k", sample("#### 4" + " " * 295), sample("#### 4" + " " * 294)) == [0, 1]
+    for extra, paid in ((9, 1.0), (10, 0.25)):  # more than ten of one tag are many
+        told = sample("</answer>" * extra + "<answer>Paris</answer>", {"target": ["Paris"]})
+        assert points("search_r1_like_qa_em", told) == [paid]
     right = "<think>x</think> \\boxed{4}"
     assert points("geo3k", sample(right), sample("\\boxed{4}"), sample("4")) == [1.0, 0.9, 0.0]
     assert points("geo3k", sample("4"), sample(right), use_boxed=False) == [0.9, 0.1]
@@ -254,6 +263,10 @@ def test_answers_in_words():
         assert points(name, *letters) == [1.0, 1.0, 0.0, 0.0, 0.0]
         signs = [sample(text, "+") for text in ("+", "-", "a", "")]
         assert points(name, *signs) == [1.0, 0.0, 0.0, 0.0]
+    again = sample("dog dog", "dog dog cat")  # words count as often as they are there
+    assert points("f1", again) == [pytest.approx(4 / 5)]
+    last = sample("<answer>Rome</answer>, no: <answer>Paris</answer>", "Paris")
+    assert points("exact_match", last) == [1.0]
     with pytest.raises(UserError, match=r"rewards\.f1: the answer is \[\]; give a text"):
         points("f1", sample("x", []))
 
@@ -261,6 +274,8 @@ def test_answers_in_words():
 def test_agreement_in_a_group():
     group = [sample(t, None) for t in ("\\boxed{4}", "so 4.0", "\\boxed{5}", "no idea")]
     assert points("majority", *group) == [1, 1, 0, 0]
+    tied = [sample(rf"\boxed{{{x}}}") for x in (5, 4, 5, 4)]
+    assert points("majority", *tied) == [1, 0, 1, 0]  # of equals the first
     assert points("answer_share", *group) == [0.5, 0.5, 0.25, 0.0]
     assert points("new_answer", *group, floor=0.1) == pytest.approx([2 / 3, 2 / 3, 1, 1])
     assert points("new_answer", group[0], group[0], floor=0.1) == [0.1, 0.1]
