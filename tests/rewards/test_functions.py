@@ -159,6 +159,8 @@ def test_tool_calls_are_scored_as_toolrl_does():
     for case in PEERS["tool_call_score"]:
         gold, calls = in_our_form(case["gold"]), in_our_form(case["calls"])
         assert 6 * call_score(gold, calls) - 3 == pytest.approx(case["points"]), calls
+    once = [{"name": "open", "arguments": {"url": "u"}}]  # answers one of two that are expected
+    assert call_score(once * 2, once) == pytest.approx((1 / 2 + 2) / 5)
 
 
 def call(name, **arguments):
@@ -199,6 +201,7 @@ def test_toolrl_pays_form_and_calls():
 
 def test_accuracy_has_no_opinion_without_an_answer():
     assert points("accuracy", sample("\\boxed{4}"), sample("5"), sample("4", None)) == [1, 0, None]
+    assert points("cosine_length", sample("4", None), limit=10) == [None]
     texts = ["<think>\\boxed{5}</think> \\boxed{4}", "<think>\\boxed{4}", "<think></think> 5"]
     assert points("reasoning_accuracy", *map(sample, texts)) == [1.0, 0.0, 0.0]
 

@@ -135,11 +135,12 @@ def test_fapo_finds_the_first_wrong_step():
         assert "[step 0]\nfirst" in text
         assert "Right answer:\n4" in text
         last = text.split("[step 1]\n")[1].split("\n")[0]
-        return {"wrong": "It is \\boxed{1}", "right": "\\boxed{-1}"}.get(last, "\\boxed{7}")
+        steps = {"wrong": "It is \\boxed{1}", "right": "\\boxed{-1}", "late": "\\boxed{0}"}
+        return steps.get(last, "\\boxed{7}")
 
-    units = [[sample(f"first\n\n{last}")] for last in ("wrong", "right", "neither")]
+    units = [[sample(f"first\n\n{last}")] for last in ("wrong", "right", "late", "neither")]
     (points, _), _ = points_of(units, reply, form="fapo", only="math")
-    assert points == [[1.0], [0.0], [None]]  # there is no seventh step
+    assert points == [[1.0], [0.0], [1.0], [None]]  # there is no seventh step
 
 
 def test_the_critic_of_fapo_is_paid_for_the_distance():
