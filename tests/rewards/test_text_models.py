@@ -21,6 +21,7 @@ from jrl.evaluate.verifiers import verifier_of
 from jrl.judging.host import Texts
 from jrl.judging.text_parts import TextParts
 from jrl.mesh import make_mesh
+from jrl.rewards import model as reward_model
 from jrl.rewards.base import Sample
 from jrl.rewards.combine import columns, make_combined
 from jrl.rewards.model import dropout_passes, reduce_ensemble
@@ -230,6 +231,14 @@ def test_an_ensemble_is_reduced_as_the_paper_says(ensemble):
     each = np.random.default_rng(0).normal(size=(5, 4))
     ours = reduce_ensemble(jnp.asarray(each, jnp.float32), ensemble, 0.3)
     np.testing.assert_allclose(ours, reduced(each, ensemble, 0.3), atol=1e-6)
+
+
+def test_models_are_linked_before_they_are_one():
+    """The mean of probabilities, not the probability of the mean."""
+    table = checked(RewardModelTable, "rewards.r", {"path": ["a", "b"], "link": "sigmoid"})
+    each = np.array([[0.0, -1.0], [4.0, 3.0]])
+    linked = reward_model.reduced(jnp.asarray(each, jnp.float32), table)
+    np.testing.assert_allclose(linked, (1 / (1 + np.exp(-each))).mean(axis=0), atol=1e-6)
 
 
 def test_an_ensemble_of_checkpoints(place):
