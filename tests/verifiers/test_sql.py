@@ -151,6 +151,8 @@ def test_reasoning_sql_s_partial_rewards():
     # {people, name, age} and {people, name}
     assert paid("SELECT name FROM people", name="sql_schema") == pytest.approx(2 / 3)
     assert paid("SELECT name FROM people WHERE", name="sql_schema") == pytest.approx(2 / 3)
+    more = "SELECT name, id FROM people WHERE age = 30"  # what the gold query lacks costs, too
+    assert paid(more, name="sql_schema") == pytest.approx(3 / 4)
     assert paid("SELECT kind FROM pets", name="sql_schema") == 0.0
     assert paid(GOLD.lower() + ";", name="sql_ngrams") == 1.0
     # of 7 runs of two tokens in the gold query, and 4 in the other, 3 are common
@@ -171,7 +173,7 @@ def test_texts_of_queries():
     assert last_query(" select 1 ") == "select 1"
     assert last_query("```sql\nselect 1") == "select 1"  # cut off
     assert ngrams("select", 2) == {("select",)}
-    assert jaccard([], []) == 1.0
+    assert (jaccard([], []), jaccard("ab", "bc")) == (1.0, pytest.approx(1 / 3))
 
 
 def test_how_values_are_compared():
