@@ -142,8 +142,9 @@ def points_of(judges, texts, params):
     return points["good"][0].tolist(), counts
 
 
-def test_the_policy_of_the_step_judges():
-    run = build.setup(settings(f"{ONE}, model='policy'"))
+def test_the_policy_of_the_step_judges(tmp_path):
+    """Of a run with a directory: what an earlier policy said of a text is not kept."""
+    run = build.setup(settings(f"{ONE}, model='policy'", f"run.dir={tmp_path}"))
     with jax.set_mesh(run.mesh):
         judges = judges_of(run, "train")
         points, counts = points_of(judges, ("51", "50", "1"), parrot(run.model))

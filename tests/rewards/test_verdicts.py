@@ -11,6 +11,7 @@ from jrl.rewards.base import Sample
 from jrl.rewards.judge_prompts import check_template
 from jrl.rewards.replies import (
     read_criteria,
+    read_object,
     read_preference,
     read_ranking,
     read_score,
@@ -98,6 +99,7 @@ def test_a_score_is_read_strictly(reply, points):
         (lambda r: read_criteria(r, 2), '{"1": true, "2": 7}', None),
         (lambda r: read_criteria(r, 1), '{"1": true, "2": true}', None),
         (lambda r: read_criteria(r, 1), "1: true", None),
+        (read_object, '{"scores": [NaN, 3]}', None),  # no JSON, and as a number a tie
         (lambda r: read_steps(r, 2), '{"wrong": [2, 2]}', [2]),
         (lambda r: read_steps(r, 2), '{"wrong": [0]}', None),
         (lambda r: read_steps(r, 2), '{"wrong": 1}', None),
@@ -127,7 +129,7 @@ def test_wrong_steps_are_paid_at_the_tokens_that_end_them():
     # where nothing was said, or it is not known where tokens end, there is no opinion
     nothing, unknown = with_ends("\n\n", [1, 2]), sample("aa")
     assert points_of([nothing], reply, form="steps") == [None]
-    assert points_of([unknown], reply, form="steps") == [None]
+    assert points_of([unknown], lambda text: '{"wrong": [1]}', form="steps") == [None]
 
 
 def test_the_fields_of_a_template_are_filled():
