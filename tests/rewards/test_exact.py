@@ -73,6 +73,8 @@ def test_boxed_needs_balanced_braces():
         ("3 / 4", Fraction(3, 4)),
         (r"\frac{3}{4}", Fraction(3, 4)),
         (r"\dfrac34", Fraction(3, 4)),
+        (r"2\frac{1}{2}", Fraction(5, 2)),
+        (r"2\frac{3}{2}", None),  # no mixed number: a product, if anything
         (r"-\frac{3}{4}", Fraction(-3, 4)),
         ("18 apples", 18),
         (r"18\text{ cm}", 18),
