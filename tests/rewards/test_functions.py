@@ -232,7 +232,8 @@ def test_multiple_choice_knows_a_letter_and_a_text(text, expected):
      (["15", "25"], "B", "It must be 25 in all", 1), (["15", "25"], "B", "It is 25.5 or so", 0),
      (["<", ">", "="], "A", "", 0), (["<", ">", "="], "A", ">", 0), (["<", ">", "="], "B", ">", 1),
      (["5", "+", "7"], "A", "(A)", 1), (["5", "+", "7"], "A", "(B)", 0),
-     (["World War 2", "World War 1"], "A", "It was world war 2, I think", 1)],
+     (["World War 2", "World War 1"], "A", "It was world war 2, I think", 1),
+     (["A dog", "the dog", "cat"], "A", "dog", 0)],  # which of the two is not said
 )  # fmt: skip
 def test_choices_that_differ_in_a_sign_are_others(choices, answer, text, paid):
     assert points("multiple_choice", sample(text, answer, choices=choices)) == [paid]
