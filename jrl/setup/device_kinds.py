@@ -229,3 +229,7 @@ class AskedKind(Kind):
     def new_tokens(self) -> int:
         """T, the task's."""
         return self._task.completion_tokens
+
+    def width(self, data: RunData) -> int:
+        """P, the task's."""
+        return self._task.prompt_tokens

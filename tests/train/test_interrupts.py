@@ -300,9 +300,11 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line_within_a_minute(tmp_path, 
     end = time.time()
     assert done.returncode == 4, done.stderr
     *before, line = done.stderr.splitlines()
-    # a save in the background that failed is made again, which fails too
-    assert all(each.endswith("; this step is saved in its place") for each in before), done.stderr
-    assert len(before) <= on_checkpoints
+    # A save in the background that failed is made again, which fails too: a warning, one line by
+    # the run or two by Python.
+    written = ("; this step is saved in its place", "UserWarning: checkpoint step")
+    assert all(each.startswith("  ") or any(w in each for w in written) for each in before), before
+    assert len(before) <= 2 * on_checkpoints
     assert "earlier steps are unchanged; free disk space" in line
     if on_checkpoints:
         assert re.search(r"; step \d+ is saved; `jrl train .*run` resumes from it$", line)
