@@ -18,7 +18,7 @@ from jrl.episodes.calls import Calls
 from jrl.episodes.chat import PlainFormat
 from jrl.episodes.groups import play_episodes
 from jrl.episodes.host import ChatOptions, Feedback, HostEnv, Limits
-from jrl.episodes.play import Device
+from jrl.episodes.play import Device, Scheduler
 from jrl.episodes.transcript import RowShape, to_rollout
 from jrl.episodes.world import host_world
 from jrl.mesh import make_mesh
@@ -611,27 +611,15 @@ def test_deadlines_of_turns_and_episodes():
     assert rollout.counts["env_timeouts"] > 0
 
 
-def test_compiling_is_no_time_of_an_episode(monkeypatch):
-    passed, compiled = [0.0], [0]
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0])
-    monkeypatch.setattr("jrl.episodes.play.time", clock)
-    monkeypatch.setattr("jrl.episodes.slots.time", clock)
-    monkeypatch.setattr(Rows, "executables", property(lambda rows: compiled[0]))
-    decode = Rows.decode
-
-    def slow(compiles):
-        def decode_slowly(*arguments, **keywords):
-            passed[0], compiled[0] = passed[0] + 500, compiled[0] + compiles
-            return decode(*arguments, **keywords)
-
-        return decode_slowly
-
-    limits = {"turn_seconds": 400.0, "episode_seconds": 400.0, "call_seconds": 3000.0}
-    monkeypatch.setattr(Rows, "decode", slow(compiles=1))
-    assert all(t.alive for t in play(counting_env(**limits), count=1).groups[0])
-    monkeypatch.setattr(Rows, "decode", slow(compiles=0))
-    late = play(counting_env(**limits), count=1)
-    assert {t.stop for t in late.groups[0]} == {StopReason.TIMEOUT}
+@pytest.mark.parametrize("compiles", [0, 1])
+def test_compiling_is_no_time_of_an_episode(compiles):
+    delays, rows = [], SimpleNamespace(executables=3)
+    scheduler = SimpleNamespace(rows=rows, slots=SimpleNamespace(delay=delays.append))
+    with Scheduler._compiling_uncounted(scheduler):
+        time.sleep(0.02)
+        rows.executables += compiles
+    assert len(delays) == compiles
+    assert all(seconds >= 0.02 for seconds in delays)
 
 
 def paying_late(earlier):
