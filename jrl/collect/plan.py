@@ -279,11 +279,11 @@ def _check_choice(choice: Selection, shape: tuple[int, ...], count: Any, size: i
       size: problems of the data; None where it is not known.
     """
     row = choice.row
-    asked = f"return {shape} int32, a problem for each ticket of the query"
+    remedy = f"return {shape} int32, a problem for each ticket of the query"
     if np.shape(row) != shape:
-        raise UserError(f"curriculum.choose returned rows of shape {np.shape(row)}; {asked}")
+        raise UserError(f"curriculum.choose returned rows of shape {np.shape(row)}; {remedy}")
     if not jnp.issubdtype(dtype := jnp.result_type(row), jnp.integer):
-        raise UserError(f"curriculum.choose returned rows of {dtype}; {asked}")
+        raise UserError(f"curriculum.choose returned rows of {dtype}; {remedy}")
     # In a compiled run, whose problems are endless, the rows are not known here.
     traced = any(isinstance(x, jax.core.Tracer) for x in (row, count))
     if size is not None and not traced:

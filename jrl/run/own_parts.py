@@ -196,8 +196,7 @@ def _begun(run: Run, setting: Setting, drawer: Any, collected: CollectState) -> 
     _, problems = with_problems(run)
     request = drawer.request(np.arange(setting.prompts, dtype=np.int32))
     after = HostRounds(drawer, problems, _TOOLS).begun(collected, request, setting)
-    forms: list[Any] = [jax.tree.structure(x.curriculum) for x in (collected, after)]
-    if forms[0] != forms[1]:
+    if not _same_form(collected.curriculum, after.curriculum):
         raise UserError(
             f"curriculum.between.run returned {after.curriculum!r:.40}; return the state with the"
             " same leaves, which may be longer"
