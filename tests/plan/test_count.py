@@ -171,3 +171,21 @@ def test_the_command_counts_for_the_slice_of_the_file(monkeypatch):
     assert done.exit_code == 0, done.output
     assert "on v5e:4x4, 16 chips" in done.output
     assert "verdict: fits by this estimate" in done.output
+
+
+@needs_libtpu
+def test_a_run_whose_weights_change_in_flight_is_planned_in_two_halves(monkeypatch):
+    monkeypatch.setattr(plan, "_compiled", None)
+    sizes = {"vocab_size": 512, "embed_dim": 64, "layers": 2, "heads": 2, "kv_heads": 2}
+    config = build_config(
+        {
+            "data": {"train": "episodes:8", "env": "own.py:env"},
+            "model": {"config": sizes | {"head_dim": 32, "mlp_dim": 128, "max_length": 2048}},
+            "mesh": {"data": 4},
+            "sampling": {"mesh": {"data": 4}},
+            "placement": {"staleness": 1},
+            "train": {"mode": "in_flight"},
+        }
+    )
+    counted = make_plan(config, parse_topology("v5e:2x4"), "counting")
+    assert {"sampler", "train_step"} <= set(counted.programs)
