@@ -203,6 +203,28 @@ def test_a_mistake_is_named(key, code, place, tmp_path, monkeypatch):
     assert sorted(p.name for p in tmp_path.iterdir() if p.name != "__pycache__") == ["own.py"]
 
 
+DIVIDED = """
+import jax
+from jax.sharding import PartitionSpec
+from jrl import function_network
+
+def f(vocab_size, max_length):
+    def logits(w, tokens, *where):
+        return jax.lax.with_sharding_constraint(w[tokens], PartitionSpec("data")) @ w.T
+
+    def init(key):
+        return jax.random.normal(key, (vocab_size, 4))
+
+    return function_network(init, logits, vocab_size=vocab_size, max_length=max_length)
+"""
+
+
+def test_a_network_may_divide_its_arrays_over_the_mesh_of_the_run(place, tmp_path):
+    (tmp_path / "own.py").write_text(DIVIDED)
+    network = f"model={{network='{tmp_path}/own.py:f'}}"
+    set_up(place, [*TASK, network])
+
+
 PREPARED = """
 ready = []
 def f(samples): return [float(len(ready))]

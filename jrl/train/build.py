@@ -145,6 +145,7 @@ def bare_run(
     check_batch(config, batch_shards(mesh))
     if model is None:
         network = own_network(kind, tokenizer)
+        check_network(network, f"model.network = {config.model.network!r}", mesh)
     else:
         network = trained_network(config, model, policy_network(config, model, mesh))
     one = network
@@ -235,34 +236,42 @@ def own_network(kind: Kind, tokenizer: Any) -> Network:
             " jrl.linen_network and jrl.nnx_network make of a Flax module, and"
             " jrl.function_network of functions"
         )
-    check_network(network, f"model.network = {spec!r}")
+    for name in ("vocab_size", "embed_dim", "max_length"):
+        size = getattr(network, name)
+        if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
+            raise UserError(
+                f"model.network = {spec!r}: {name} = {size!r:.40}; must be a whole number, at"
+                " least 1"
+            )
     check_vocab(tokenizer, network.vocab_size)
     return network
 
 
-def check_network(network: Network, key: str) -> None:
+def check_network(network: Network, key: str, mesh: Mesh) -> None:
     """Raises UserError for a network of one's own that does not fit, by tracing it once.
 
     Args:
       network: of one's own.
       key: that names it, for messages.
+      mesh: of the run, whose axes the network may divide its arrays over.
     """
-    for name in ("vocab_size", "embed_dim", "max_length"):
-        size = getattr(network, name)
-        if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
-            raise UserError(f"{key}: {name} = {size!r:.40}; must be a whole number, at least 1")
-    params = made_by(jax.eval_shape, key, network.init, jax.random.key(0))
-    leaves = jax.tree.leaves(params)
-    if not leaves or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in leaves):
-        raise UserError(
-            f"{key}: init returned {params!r:.80}; return a tree of float arrays, the parameters"
-        )
-    ids = jax.ShapeDtypeStruct((2, min(network.max_length, 3)), jnp.int32)
+    axes = dict(mesh.shape)
+    ids = jax.ShapeDtypeStruct(
+        (2 * mesh.size, min(network.max_length, 3 * axes.get("context", 1))), jnp.int32
+    )
 
     def logits(params: Params, tokens: Array) -> Array:
         return network.logits(params, network.hidden(params, tokens, tokens, tokens)[0])
 
-    scores = tried(key, made_by, jax.eval_shape, key, logits, params, ids)
+    with jax.set_mesh(mesh):
+        params = made_by(jax.eval_shape, key, network.init, jax.random.key(0))
+        leaves = jax.tree.leaves(params)
+        if not leaves or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in leaves):
+            raise UserError(
+                f"{key}: init returned {params!r:.80}; return a tree of float arrays, the"
+                " parameters"
+            )
+        scores = tried(key, made_by, jax.eval_shape, key, logits, params, ids)
     if scores.shape != (*ids.shape, network.vocab_size):
         raise UserError(
             f"{key}: logits of {ids.shape} tokens have the shape {scores.shape}; return"
