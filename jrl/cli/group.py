@@ -6,6 +6,9 @@ import contextlib
 import errno
 import os
 import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -23,7 +26,8 @@ class Main(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Runs the command."""
         try:
-            result = super().invoke(ctx)
+            with _one_line_warnings():
+                result = super().invoke(ctx)
             sys.stdout.flush()
             return result
         except OSError as error:
@@ -62,6 +66,29 @@ class Main(TyperGroup):
         return resolved
 
 
+@contextlib.contextmanager
+def _one_line_warnings() -> Iterator[None]:
+    """Shows warnings of the library as errors are shown, without a line of its source."""
+    usual = warnings.formatwarning
+
+    def shown(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        line: str | None = None,
+    ) -> str:
+        if category is not UserWarning or not Path(filename).is_relative_to(_PACKAGE):
+            return usual(message, category, filename, lineno, line)
+        return f"jrl: warning: {without_secrets(' '.join(str(message).splitlines()))}\n"
+
+    warnings.formatwarning = shown
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
+
+
 def _say_full(error: OSError) -> None:
     """One line about what cannot be written; what is left of the output is dropped."""
     where = "standard output" if error.filename is None else repr(error.filename)
@@ -86,6 +113,7 @@ _SMALLER = (
     "lower sampling.slots, train.prompts, eval.problems or the lengths, or raise train.microbatches"
 )
 _LONGEST, _HALF = 2000, 500
+_PACKAGE = Path(__file__).parents[1]
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _NAMES = {
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM),

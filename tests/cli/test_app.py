@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from jrl.cli.complete import complete_method
 from jrl.cli.console import keys_text
 from jrl.config import config_hash, describe, load_config
 from jrl.methods import all_methods
+from jrl.storage import checkpoints
 from jrl.storage.metrics import RunWriter
 
 TINY = str(Path(__file__).parents[2] / "configs" / "tiny.toml")
@@ -573,3 +575,18 @@ def test_home_is_expanded_in_directories_to_write_to(monkeypatch, replace, run_d
     replace("jrl.run.compare", compare=compare)
     result = jrl("compare", "data.task=sorting", "--out", "~/full")
     assert result.stdout == "compared\n", result.stderr
+
+
+def test_a_warning_of_the_library_is_one_line(monkeypatch):
+    shown = []
+
+    def warns():
+        for file in (checkpoints.__file__, "elsewhere.py"):
+            shown.append(warnings.formatwarning("step 2 is\nnot saved", UserWarning, file, 1, ""))
+
+    usual = warnings.formatwarning
+    monkeypatch.setattr(app.registered_commands[-1], "callback", warns)
+    assert CliRunner().invoke(app, ["show-config"]).exit_code == 0
+    assert shown[0] == "jrl: warning: step 2 is not saved\n"
+    assert "elsewhere.py:1: UserWarning" in shown[1]
+    assert warnings.formatwarning is usual
