@@ -6,9 +6,10 @@ import json
 import threading
 
 
-def reply_body(text):
-    """A response of OpenAI's API with a text."""
-    return json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]})
+def reply_body(text, **fields):
+    """A response of OpenAI's API with a text, and further fields of the choice."""
+    choice = {"message": {"role": "assistant", "content": text}, **fields}
+    return json.dumps({"choices": [choice]})
 
 
 @contextlib.contextmanager

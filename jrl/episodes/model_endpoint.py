@@ -75,6 +75,7 @@ def endpoint(
     fields: Mapping[str, Any] = NOTHING,
     timeout: float | None = None,
     most_bytes: int | None = None,
+    read: Callable[[Mapping[str, Any]], Any] = lambda choice: choice["message"]["content"],
 ) -> Speaker:
     """A model behind an OpenAI-compatible endpoint.
 
@@ -87,19 +88,20 @@ def endpoint(
       fields: further ones of each request, such as "seed".
       timeout: seconds until the whole answer has arrived, or TimeoutError is raised; None waits.
       most_bytes: of a response, or ValueError is raised; None takes any.
+      read: the first choice of a response -> what the speaker returns.
     """
     fixed = {"model": model, "max_tokens": max_tokens, "temperature": temperature, **fields}
     headers = {"Content-Type": "application/json"}
     headers |= {"Authorization": f"Bearer {key}"} if key else {}
 
-    def speak(messages: list[Message]) -> str:
+    def speak(messages: list[Message]) -> Any:
         body = json.dumps({**fixed, "messages": list(map(dict, messages))}).encode()
         request = urllib.request.Request(f"{url.rstrip('/')}/chat/completions", body, headers)
         try:
             with _opener().open(request, timeout=timeout) as reply:
                 content = json.loads(_body(reply, most_bytes))
                 _check_error(content, request.full_url, reply.headers)
-                return content["choices"][0]["message"]["content"]
+                return read(content["choices"][0])
         except urllib.error.HTTPError as error:
             # The body has the reason; the status alone does not.
             with contextlib.suppress(OSError, http.client.HTTPException):

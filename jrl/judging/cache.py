@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -15,6 +16,8 @@ from jrl.rewards.verdicts import Question
 
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """Exceptions from parsing a malformed reply or file."""
+_OPEN_NUMBER = re.compile(r"\d[.,]?\Z")
+"""The end of a text in a number that may have further digits."""
 
 
 class QuestionVote(NamedTuple):
@@ -42,8 +45,16 @@ class Reply(NamedTuple):
         return self.verdict if question.read == self.read else _verdict(question, self.text)
 
 
-def reply_of(text: Any, question: Question) -> Reply | None:
-    """The reply to a question; None where no verdict is in it."""
+def reply_of(text: Any, question: Question, *, cut: bool = False) -> Reply | None:
+    """The reply to a question; None where no verdict is in it.
+
+    Args:
+      text: of the judge.
+      question: what was asked.
+      cut: whether a limit of tokens ended the reply: "Score: 1" may have been "Score: 10".
+    """
+    if cut and isinstance(text, str) and _OPEN_NUMBER.search(text) and not question.reads_cut:
+        return None
     verdict = _verdict(question, text) if isinstance(text, str) else None
     return None if verdict is None else Reply(text, question.read, verdict)
 

@@ -191,7 +191,7 @@ class JudgeClient:
             if question.answered >= 0:
                 batch.count("judge_retries")
             crowded = batch.send(name)
-            text = self._send(entry.question.messages, entry.vote, batch.left())
+            text, cut = self._send(entry.question.messages, entry.vote, batch.left())
             batch.replied(name)
         except urllib.error.HTTPError as error:
             error.close()
@@ -210,7 +210,7 @@ class JudgeClient:
             return "judge_unreadable", None
         else:
             self._pace.served()
-            reply = reply_of(text, entry.question)
+            reply = reply_of(text, entry.question, cut=cut)
             if reply is None:
                 return "judge_unreadable", None
             self._cache.write(name, reply.text)
@@ -231,7 +231,10 @@ class JudgeClient:
         batch.put(question, max(wait, retry_after))
         return None
 
-    def _send(self, messages: Sequence[Mapping[str, str]], vote: int, seconds: float) -> Any:
+    def _send(
+        self, messages: Sequence[Mapping[str, str]], vote: int, seconds: float
+    ) -> tuple[Any, bool]:
+        """The reply, and whether its limit of tokens ended it."""
         table = self.table
         fields = dict(table.fields)
         if vote and isinstance(fields.get("seed"), int):
@@ -245,8 +248,10 @@ class JudgeClient:
             fields=fields,
             timeout=max(min(table.timeout, seconds), 0.001),
             most_bytes=_LARGEST,
+            read=lambda x: (x["message"]["content"], x.get("finish_reason") == "length"),
         )
-        return speak(list(messages))
+        text, cut = speak(list(messages))
+        return text, cut
 
 
 def _is_passing(error: urllib.error.HTTPError) -> bool:

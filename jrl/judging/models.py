@@ -190,8 +190,8 @@ class ModelJudge(NamedTuple):
                 left[name] = each, ids
         counts["judge_calls"] = float(len(left))
         replies = self._replies({name: ids for name, (_, ids) in left.items()})
-        for name, text in replies.items():
-            by_name[name] = reply = reply_of(text, left[name][0].question)
+        for name, (text, cut) in replies.items():
+            by_name[name] = reply = reply_of(text, left[name][0].question, cut=cut)
             if reply is None:
                 counts["judge_unreadable"] += 1
             else:
@@ -216,8 +216,8 @@ class ModelJudge(NamedTuple):
             return None
         return ids if 0 < len(ids) <= self.longest else None
 
-    def _replies(self, prompts: Mapping[str, list[int]]) -> dict[str, str]:
-        """The reply to each question, by its name."""
+    def _replies(self, prompts: Mapping[str, list[int]]) -> dict[str, tuple[str, bool]]:
+        """The reply to each question by its name, and whether its limit of tokens ended it."""
         if not prompts:
             return {}
         tokenizer, rows = self.wording.tokenizer, self.rows
@@ -236,7 +236,8 @@ class ModelJudge(NamedTuple):
             )
         finally:
             rows.release()
-        texts = [tokenizer.decode(tree.step(1).content.tolist()) for tree in searched.trees]
+        replies = [tree.step(1).content.tolist() for tree in searched.trees]
+        texts = [(tokenizer.decode(x), x[-1] not in tokenizer.stop_ids) for x in replies]
         return dict(zip(prompts, texts, strict=True))
 
 

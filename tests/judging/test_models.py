@@ -96,6 +96,15 @@ def test_a_reply_is_read_for_each_row_by_its_own_answer(greedy):
     counted(counts, calls=1)
 
 
+def test_a_number_that_the_limit_of_tokens_cut_is_no_verdict(greedy):
+    endless = greedy._replace(model=greedy.model._replace(params=parrot(follows=("a1", "11"))))
+    verdicts, counts = endless.verdicts(requests_of("x a", read=float))
+    assert verdicts == [None]
+    counted(counts, calls=1, unreadable=1)
+    ended = greedy._replace(model=greedy.model._replace(params=parrot(follows=("a1",))))
+    assert ended.verdicts(requests_of("x a", read=float))[0] == [1.0]
+
+
 def test_without_temperature_votes_agree(greedy):
     text = lambda reply: reply or None  # noqa: E731
     votes = [each for v in range(8) for each in requests_of("x 3", vote=v, read=text)]
