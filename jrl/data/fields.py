@@ -86,7 +86,7 @@ def look_up(row: Mapping[str, Any], key: str) -> Any:
 
 def check_fields(row: Mapping[str, Any], question: str, answer: str | None, where: str) -> None:
     """Raises UserError that names every field which a row lacks, or that its question would."""
-    subject = next((name for name in _SUBJECTS if str(row.get(name) or "").strip()), None)
+    subject = next((name for name in _SUBJECTS if not is_absent(row.get(name))), None)
     if question == "instruction" and subject is not None:
         raise UserError(
             f"{where}: {subject} has text that the instruction is about, and the prompt would lack"
@@ -99,12 +99,21 @@ def check_fields(row: Mapping[str, Any], question: str, answer: str | None, wher
         raise UserError(f"{where}: there is no field {names}; {_remedy(row, missing, question)}")
 
 
+def is_absent(value: Any) -> bool:
+    """Whether a field says nothing: None, False, blank or empty; or NaN, as pandas has it.
+
+    >>> [is_absent(value) for value in (None, float("nan"), " ", [], "a", ["a"], 0)]
+    [True, True, True, True, False, False, False]
+    """
+    if hasattr(value, "__len__"):  # first, as arrays are neither true nor false
+        return not len(value.strip() if isinstance(value, str) else value)
+    return value is None or value is False or bool(value != value)
+
+
 def check_media(row: Mapping[str, Any], where: str) -> None:
     """Raises UserError for a row with an image or sound, without which its text is another task."""
     for name in MEDIA:
-        value = row.get(name)
-        absent = value is None or value is False or (hasattr(value, "__len__") and not len(value))
-        if not absent:
+        if not is_absent(row.get(name)):
             raise UserError(
                 f"{where}: {name} is not read, as the models here take text alone; leave the row"
                 " out, or remove the field if the text does without it"

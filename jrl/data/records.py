@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jrl.data.fields import is_absent
 from jrl.data.messages import read_messages
 from jrl.errors import UserError
 from jrl.system.float32 import fits_float32
@@ -263,7 +264,7 @@ def _pair(row: Mapping[str, Any], where: str, plain: bool) -> Record:
         size = min(_shared(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     elif prompt is None:
         if other := next(
-            (name for name in ("question", "instruction", "input") if row.get(name)), ""
+            (n for n in ("question", "instruction", "input") if not is_absent(row.get(n))), ""
         ):
             raise UserError(
                 f"{where}: there is no prompt; write {other} as prompt, with what belongs to it"

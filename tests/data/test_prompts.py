@@ -86,6 +86,18 @@ def test_fields_without_a_thing_in_them_are_no_images_and_no_inputs():
     assert prompts[0].answer == "4"
 
 
+def test_rows_of_pandas_are_read_with_their_arrays_and_missing_values():
+    """A list is an array there, which is neither true nor false; what is missing is NaN."""
+    context = np.array(["a", "b"], object)
+    rows = Rows([{"question": "2+2?", "answer": "4", "context": context, "image": np.nan}])
+    assert build(rows)[0][0].answer == "4"
+    rows = Rows([{"instruction": "2+2?", "answer": "4", "input": np.nan, "images": np.array([])}])
+    assert build(rows, question_key="instruction")[0][0].answer == "4"
+    rows = Rows([{"instruction": "2+2?", "answer": "4", "context": context}])
+    with pytest.raises(UserError, match="line 1: context has text that the instruction is about"):
+        build(rows, question_key="instruction")
+
+
 def test_overlong_prompts_are_refused_dropped_or_cut_and_counted():
     limit = {"max_prompt_tokens": 10, "template": "plain"}
     with pytest.raises(UserError, match=r"line 2: the prompt has 19 tokens .* is 10; raise it, or"):
