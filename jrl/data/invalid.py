@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 from jrl.data.tables import Dataset
 from jrl.errors import UserError, unknown_choice
 
@@ -61,7 +63,11 @@ class Overlong:
 
 
 def read_rows(
-    source: Dataset, read: Callable[[int, Mapping[str, Any], str], T | None], *, invalid: str
+    source: Dataset,
+    read: Callable[[int, Mapping[str, Any], str], T | None],
+    *,
+    invalid: str,
+    system: str | None = None,
 ) -> tuple[list[T], str]:
     """What a function makes of the rows of a source.
 
@@ -70,9 +76,10 @@ def read_rows(
       read: (index, row, file and line) -> what it makes of the row, None to leave it out; a
         UserError for a row that cannot be used.
       invalid: for those rows: "error", or "skip", which counts them.
+      system: ``Wording.system``.
 
     Returns:
-      (all that was made, the skipped rows for a log or "" for none).
+      (all that was made, the skipped rows and a column that is not read for a log, or "").
 
     Raises:
       UserError: there were such rows and they are not to be skipped, or there were no others; or
@@ -80,13 +87,13 @@ def read_rows(
     """
     made: list[T] = []
     problems: list[tuple[str, str]] = []
-    skip, last = invalid == "skip", len(source)
+    skip, last, unread = invalid == "skip", len(source), 0
     for index in range(len(source)):
         if index > last and not skip:
             break
         where = source.where(index)
         try:
-            item = read(index, source[index], where)
+            item = read(index, row := source[index], where)
         except UserError as error:
             if isinstance(error, TooLong) or (isinstance(error, SlowPattern) and not skip):
                 raise
@@ -95,7 +102,23 @@ def read_rows(
             problems.append((where, message if where in message else f"{where}: {message}"))
         else:
             made += [] if item is None else [item]
-    return made, _skipped(problems, len(source), skip)
+            unread += _lacks_system(row, system)
+    notes = [_skipped(problems, len(source), skip)]
+    if unread:
+        notes.append(
+            f"the column system of {unread} rows is in no prompt: set data.system for all rows, or"
+            " write each row's as the first message"
+        )
+    return made, "; ".join(filter(None, notes))
+
+
+def _lacks_system(row: Mapping[str, Any], system: str | None) -> bool:
+    """Whether the prompt lacks the text of a column "system", as files of Alpaca's form have it."""
+    text = row.get("system")
+    if system is not None or not isinstance(text, str) or not text.strip():
+        return False
+    lists = [x for x in row.values() if isinstance(x, list | tuple | np.ndarray) and len(x)]
+    return not any(isinstance(x[0], Mapping) and x[0].get("role") == "system" for x in lists)
 
 
 def _skipped(problems: Sequence[tuple[str, str]], rows: int, skip: bool) -> str:

@@ -81,7 +81,7 @@ class JudgedCounts(NamedTuple):
       truncated: records with a text that was truncated.
       longest_prompt: tokens, before any limit.
       longest_completion: tokens, before any limit.
-      invalid: what is wrong with the records that were left out; "" for none.
+      invalid: what is wrong with the records that were left out, and a column that is not read; "".
     """
 
     kind: str
@@ -142,7 +142,8 @@ def build_judged(
     """
     limits = max_prompt_tokens, max_completion_tokens
     reader = _Reader(Wording.of(wording), rationales, *limits, Overlong(overlong))
-    rows, left_out = read_rows(source, reader.read, invalid=invalid)
+    system = reader.wording.system
+    rows, left_out = read_rows(source, reader.read, invalid=invalid, system=system)
     prompt, completion = reader.longest
     if not rows:
         raise UserError(

@@ -37,7 +37,7 @@ class PromptCounts(NamedTuple):
       dropped: rows skipped because their prompt was too long.
       truncated: prompts that lost their beginning because they were too long.
       longest_tokens: tokens of the longest prompt before any limit.
-      invalid: what is wrong with the rows that were left out; "" for none.
+      invalid: what is wrong with the rows that were left out, and a column that is not read; "".
       fields: the fields of question and answer; "" where they have these names.
     """
 
@@ -111,7 +111,7 @@ def build_prompts(
     )
     fields = question_key, answer_key, answer_pattern, solution_key, solutions
     reader = _Reader(wording, *fields, needs_answer, max_prompt_tokens, Overlong(overlong))
-    prompts, left_out = read_rows(source, reader.read, invalid=invalid)
+    prompts, left_out = read_rows(source, reader.read, invalid=invalid, system=wording.system)
     if not prompts:
         raise _none_left(len(source), reader.longest, max_prompt_tokens)
     if chat and len(reader.questions) > 1:

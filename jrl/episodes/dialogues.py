@@ -55,7 +55,7 @@ class DialogueCounts(NamedTuple):
       rows: transcripts, of which a dialogue has several where it was split.
       rewarded: dialogues with a reward.
       rewritten: splits, where the chat template writes earlier messages otherwise once more follow.
-      invalid: what is wrong with the rows that were left out; "" for none.
+      invalid: what is wrong with the rows that were left out, and a column that is not read; "".
     """
 
     dialogues: int
@@ -115,7 +115,7 @@ def read_dialogues(
         points = dialogue_points(row, messages, where)
         return _turns(messages, points, writer, index, where)
 
-    sessions, left_out = read_rows(source, read, invalid=invalid)
+    sessions, left_out = read_rows(source, read, invalid=invalid, system=system)
     groups, episodes = joined_groups(sessions)
     turns = [node for nodes in sessions for node in nodes]
     counts = DialogueCounts(

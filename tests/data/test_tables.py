@@ -12,6 +12,7 @@ from jrl.data.messages import Wording
 from jrl.data.pairs import build_judged
 from jrl.data.prompts import build_prompts
 from jrl.data.tables import Mixture
+from jrl.episodes.dialogues import read_dialogues
 from jrl.errors import UserError
 from jrl.models.tokenizer import char_tokenizer
 
@@ -134,6 +135,23 @@ def test_rows_that_cannot_be_used_are_counted_and_left_out():
         prompts(rows)
     assert str(caught.value).startswith("row 2: there is no field 'answer'")
     assert "and 1 more rows cannot be used (row 4); data.invalid = 'skip'" in str(caught.value)
+
+
+def test_a_column_system_is_said_not_to_be_read():
+    """As files of Alpaca's form have it; the first row may have none, and messages their own."""
+    told = "the column system of 1 rows is in no prompt: set data.system"
+    rows = [{**GOOD, "system": ""}, {**GOOD, "system": "be kind"}, {**GOOD, "system": None}]
+    assert told in str(prompts(rows)[1])
+    assert "system" not in str(prompts(rows[::2])[1])
+    wording, size = Wording(char_tokenizer(), template="plain"), {"max_prompt_tokens": 16}
+    pairs = [{"prompt": "a", "chosen": "b", "rejected": "c", "system": "be kind"}]
+    assert told in str(build_judged(MemoryRows(pairs), wording, **size, max_completion_tokens=8)[1])
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for messages, said in ((talk, True), ([{"role": "system", "content": "s"}, *talk], False)):
+        row = {"messages": messages, "system": "be kind"}
+        assert (told in str(read_dialogues(MemoryRows([row]), wording).counts)) == said
+    of_all = read_dialogues(MemoryRows([row | {"messages": talk}]), wording._replace(system="s"))
+    assert "system" not in str(of_all.counts)
 
 
 def test_all_rows_being_wrong_is_no_reason_to_skip_them():
