@@ -354,6 +354,9 @@ class Wording(NamedTuple):
             return whole[len(text) :] if whole.startswith(text) else ""
 
         _check_written(left_out(written, [dict(message)]), where)
+        # Then the answer would be its bare content (``after_prompt``), without calls and reasons.
+        thought = _thought_of(str(message["content"]))
+        _check_written(thought if thought not in written([dict(message)]) else "", where)
         marked = {**message, "reasoning_content": _REASONS}
         if reasons and _REASONS not in written([marked]):
             _check_written(str(reasons).strip(), where)
@@ -403,12 +406,16 @@ def after_prompt(
       (text, token ids).
     """
     rendered = conversation[len(prompt) :]
-    thought = answer.rpartition(_THOUGHT)[0].strip().removeprefix(_THINK).strip()
-    if conversation.startswith(prompt) and thought in rendered:
+    if conversation.startswith(prompt) and _thought_of(answer) in rendered:
         answer = rendered
     else:
         answer = after_opened_thought(prompt, answer)
     return answer, ids_after(tokenizer, prompt, answer)
+
+
+def _thought_of(answer: str) -> str:
+    """What an answer says before the end of its last thought; "" for none."""
+    return answer.rpartition(_THOUGHT)[0].strip().removeprefix(_THINK).strip()
 
 
 def without_repeated_mark(prompt: str, answer: str) -> str:

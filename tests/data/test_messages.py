@@ -169,6 +169,24 @@ def test_what_a_template_would_drop_is_refused(chat_tokenizer):  # noqa: F811
         )
 
 
+def test_a_call_beside_a_thought_that_the_template_drops_is_no_bare_text(chat_tokenizer):  # noqa: F811
+    """The thought is kept by writing the content alone, which would leave out the call."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}"
+        "{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer, thinks = chat_tokenizer(template), "<think>In March?</think>I ask."
+    row = {"prompt": "Warm?", "chosen": [CALL | {"content": thinks}], "rejected": NO}
+    with pytest.raises(UserError, match=r"template does not write 'In March\?', .* remove it"):
+        pair_of(tokenizer, row)
+    ids = pair_of(tokenizer, row | {"chosen": [CALL | {"content": "I ask."}]}).completions[0]
+    assert text_of(tokenizer, ids) == "I ask.[weather]<|im_end|>"
+    alone = [{"role": "assistant", "content": thinks}]
+    ids = pair_of(tokenizer, row | {"chosen": alone}).completions[0]
+    assert text_of(tokenizer, ids) == f"{thinks}<|im_end|>"
+
+
 def test_a_template_that_writes_calls_and_no_tools_is_told_so(chat_tokenizer):  # noqa: F811
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
