@@ -19,7 +19,7 @@ from jrl.episodes.branching import EpisodeBranches
 from jrl.episodes.calls import Calls
 from jrl.episodes.chat import Format
 from jrl.episodes.configured import configured_env
-from jrl.episodes.env_calls import TRIED_TURNS, try_episode
+from jrl.episodes.env_calls import TRIED_SECONDS, TRIED_TURNS, try_episode
 from jrl.episodes.follow import summary_room
 from jrl.episodes.host import HostEnv, format_of, nothing_shared
 from jrl.episodes.world import close_env, gather
@@ -90,8 +90,11 @@ def try_env(run: Run) -> None:
         if env.lifecycle.shutdown is not nothing_shared:
             stack.callback(close_env, calls, env)
         made_by(env.lifecycle.begin, key, 0, "train")
-        # For all calls of the episode: to open it, for each turn, and to close it.
-        seconds = (2 + min(env.limits.turns, TRIED_TURNS)) * env.limits.call_seconds
+        # For all calls of the episode: to open it, for its turns, of which the last one begins
+        # within TRIED_SECONDS, and to close it.
+        each = env.limits.call_seconds
+        turns = min(min(env.limits.turns, TRIED_TURNS) * each, TRIED_SECONDS + each)
+        seconds = 2 * each + turns
         made = try_episode, (*episode, np.array(tokens, np.int32))
         (answer,) = gather(calls, [made], seconds)
     if answer.error:

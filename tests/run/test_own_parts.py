@@ -9,6 +9,7 @@ import pytest
 from small_policy import save_letters_model
 
 import jrl
+from jrl.collect import host_source
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.methods import (
@@ -504,6 +505,26 @@ def test_so_is_an_episode(name, place, tmp_path):
     text = f"async def episode(policy, prompt):\n    {body}\n"
     with pytest.raises(UserError, match=f"mine.py:episode': {message}"):
         check_env_of(text, "episode", place, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("limits", "seconds"),
+    [("", 2 * 30 + 10 + 30), ("call_seconds=0.5", (2 + 8) * 0.5), ("turns=1", (2 + 1) * 30)],
+)
+def test_one_that_hangs_delays_a_run_by_few_calls(limits, seconds, place, tmp_path, monkeypatch):
+    limited = []
+    gather = host_source.gather
+
+    def watched(calls, made, limit):
+        limited.append(limit)
+        return gather(calls, made, limit)
+
+    monkeypatch.setattr(host_source, "gather", watched)
+    step = f"def init(p, seed):\n    return p, {TALK.replace('prompt', 'p')}\n\n"
+    step += f"def step(s, reply):\n    return s, {FEEDBACK}\n\n"
+    env = f"def env():\n    return HostEnv(init, step, limits=Limits({limits}))\n"
+    check_env_of(step + env, "env", place, tmp_path)
+    assert limited == [seconds]
 
 
 def test_an_environment_that_is_tried_is_closed_and_may_fail(place, tmp_path, caplog):
