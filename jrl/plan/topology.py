@@ -221,8 +221,8 @@ def _tpu_options(topology: Topology) -> dict[str, Any]:
     """Options that JAX passes to libtpu."""
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(
-            "libtpu is not installed, and compiling for a TPU needs it, on any Linux machine and"
-            f" without a TPU; install the version for this JAX: {install_line('plan')}"
+            "libtpu is not installed, and a plan for a TPU needs it, with --quick too, on any Linux"
+            f" machine and without a TPU: {install_line('plan')}"
         )
     # Without these, libtpu looks for a TPU of this machine and for its metadata server.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -247,8 +247,8 @@ def gpu_options(topology: Topology) -> dict[str, Any]:
     """
     if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (13, 12)):
         raise UserError(
-            "JAX's plugin for CUDA is not installed, and compiling for a GPU needs it, on any Linux"
-            f" machine and without a GPU: {install_line('plan-gpu')}"
+            "JAX's plugin for CUDA is not installed, and a plan for a GPU needs it, with --quick"
+            f" too, on any Linux machine and without a GPU: {install_line('plan-gpu')}"
         )
     # The plugin's check of CUDA's libraries wants a driver.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")

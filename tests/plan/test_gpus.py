@@ -269,7 +269,7 @@ def test_the_text_has_kernels_returns_and_networks():
 
 def test_without_the_plugin_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"plugin for CUDA is not installed.*pip .*\[plan-gpu\]"):
+    with pytest.raises(UserError, match=r"plugin for CUDA .*--quick too.*pip .*\[plan-gpu\]"):
         compile_devices(parse_topology("h100x8"))
 
 

@@ -126,7 +126,7 @@ def test_the_slowest_of_three_decides_each_computation():
 
 def test_without_libtpu_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"libtpu is not installed.*pip install -e .*\[plan\]"):
+    with pytest.raises(UserError, match=r"libtpu is not .*--quick too.*install -e .*\[plan\]"):
         compile_devices(parse_topology("v5e:2x2"))
 
 
