@@ -95,5 +95,6 @@ def episode_searcher(
     source = host_source(
         run, prompts, 1, split="eval", temperature=how.temperature, width=how.slots
     )
+    # What the environment's episodes share ends with the search, not with the run.
     with contextlib.closing(source), source.searcher(key, params, step, how.split) as search:
         yield search

@@ -147,6 +147,7 @@ def right_answers(
             return np.array(searched.successes())
         return np.array([episode_at(searched.trees[i], node).success for i, node in ends])
     if ends is None:
+        # A search in text does not know which paths are right: the one that it takes counts.
         ends = [(i, best_node(tree)) for i, tree in enumerate(searched.trees)]
     paths = [ids_of(searched.trees[i], node) for i, node in ends]
     # A path that was cut, or never ended, is judged as such, as a completion that was cut is.
@@ -199,6 +200,7 @@ def points_of(
     """
     tokens = np.zeros((len(paths), run.kind.new_tokens), np.int32)
     lengths = np.array([len(path) for path in paths], np.int32)
+    # Sources judge rollouts, so paths are judged as the completions of an evaluation are.
     for row, path in zip(tokens, paths, strict=True):
         row[: len(path)] = path
     prompts_of_paths = [prompts[i] for i in whose]
@@ -210,6 +212,7 @@ def points_of(
         judged = undrawn_source(run, pool, "eval").judge(
             subjects_at(problems, whose), prompts_of_paths, rollout
         )
+    # A policy that accepts its own paths would measure its confidence instead of its accuracy.
     names = run.kind.eval_weights(run.rewards.weights)
     right = [*names][right_part(run, names)]
     if run.rewards.givers.get(right) == "judge" and judge_of(run.config, right).model == POLICY:
@@ -252,6 +255,7 @@ def _verdicts(
     run: Run, problems: Any, prompts: list[Prompt], searched: Searched
 ) -> dict[str, float]:
     """Precision and recall of a search's judge on the complete paths that it has judged."""
+    # The value of a node that nothing has visited is 0, and no verdict.
     nodes = [(i, searched.trees[i].nodes[leaf], leaf) for i, leaf in _complete_paths(searched)]
     leaves = [(i, leaf) for i, node, leaf in nodes if node.visits]
     if not leaves:
