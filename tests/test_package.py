@@ -50,6 +50,9 @@ FLOORS = [
 ]
 """The areas of the package, bottom first. A module imports areas of lower floors, and its own."""
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+ZOO_FLOORS = [{"envs", "networks", "rewards", "jetstream"}, {"adapters", "methods"}, {"tools"}]
+"""The folders of the zoo, likewise."""
+ZOO_FLOOR = {name: floor for floor, names in enumerate(ZOO_FLOORS) for name in names}
 NOT_IN_THE_ZOO = {"entry", "cli"}
 """The zoo stands on the whole library but for these, and only names in strings lead to it."""
 
@@ -169,6 +172,16 @@ def test_imports_go_down(name):
 
 def test_every_area_has_a_floor():
     assert {area(name) for name in SOURCES if name != "jrl"} == set(FLOOR)
+
+
+def test_imports_go_down_in_the_zoo():
+    """Its folders know one another as the areas of the package do."""
+    modules = [name for name in SOURCES if area(name) == "zoo" and name != "jrl.zoo"]
+    assert {name.split(".")[2] for name in modules} == set(ZOO_FLOOR)
+    for name in modules:
+        for other in imported(name) & set(modules):
+            above, below = name.split(".")[2], other.split(".")[2]
+            assert above == below or ZOO_FLOOR[below] < ZOO_FLOOR[above], f"{name} imports {other}"
 
 
 def test_the_layers_are_checked_on_real_imports():

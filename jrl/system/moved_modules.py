@@ -27,7 +27,7 @@ MOVED = {
     "envs": "episodes",
     "envs.arrays": "zoo.adapters.arrays",
     "envs.base": "episodes.device",
-    "envs.calculator": "zoo.tools.calculator",
+    "envs.calculator": "zoo.envs.calculator",
     "envs.describe": "episodes.tool_descriptions",
     "envs.frames": "models.chat_frames",
     "envs.games": "zoo.envs.games",
@@ -43,7 +43,7 @@ MOVED = {
     "envs.propositions": "zoo.envs.propositions",
     "envs.prover": "zoo.envs.prover",
     "envs.reasoning": "zoo.adapters.reasoning_gym",
-    "envs.search": "zoo.tools.search",
+    "envs.search": "zoo.envs.search",
     "envs.self_play": "episodes.device_self_play",
     "envs.shipped": "zoo.envs.tool_questions",
     "envs.statements": "zoo.envs.statements",
@@ -176,6 +176,8 @@ MOVED = {
     "verifiers.gym": "zoo.rewards.reasoning_gym",
     "verifiers.verl": "zoo.rewards.verl",
     "waits": "system.wait_reports",
+    "zoo.tools.calculator": "zoo.envs.calculator",
+    "zoo.tools.search": "zoo.envs.search",
 }
 """Old name -> new one, both without ``jrl.``; what was below an old name is below the new one."""
 
@@ -184,9 +186,7 @@ RENAMED = {"data.sources": {"open_source": "open_dataset"}}
 
 _FUNCTIONS = {"episodes.endpoint", "methods.reinforce"}
 """Old names that a function of the package has today, whose place an import would take."""
-_IN_ENVS = (
-    "; environments are in jrl.zoo.envs, adapters in jrl.zoo.adapters, tools in jrl.zoo.tools"
-)
+_IN_ENVS = "; environments and their tools are in jrl.zoo.envs, adapters in jrl.zoo.adapters"
 
 
 def moved_to(name: str) -> str | None:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 HOMES = {
     "jrl.zoo.envs.answer_rewards": ("answer_f1",),
+    "jrl.zoo.envs.calculator": ("calculator_tool",),
     "jrl.zoo.envs.propositions": ("parse_formula", "provable"),
     "jrl.zoo.envs.subgoals": ("model_planner", "prove_by_parts"),
     "jrl.zoo.networks.policies": ("Policies",),
-    "jrl.zoo.tools.calculator": ("calculator_tool",),
     "jrl.zoo.tools.puzzles": ("puzzle_rows",),
     "jrl.zoo.tools.refinements": (
         *("Solution", "best_draft", "global_rows", "local_rows", "sorm_rows"),
@@ -23,12 +23,12 @@ HOMES = {
 
 if TYPE_CHECKING:
     from jrl.zoo.envs.answer_rewards import answer_f1 as answer_f1
+    from jrl.zoo.envs.calculator import calculator_tool as calculator_tool
     from jrl.zoo.envs.propositions import parse_formula as parse_formula
     from jrl.zoo.envs.propositions import provable as provable
     from jrl.zoo.envs.subgoals import model_planner as model_planner
     from jrl.zoo.envs.subgoals import prove_by_parts as prove_by_parts
     from jrl.zoo.networks.policies import Policies as Policies
-    from jrl.zoo.tools.calculator import calculator_tool as calculator_tool
     from jrl.zoo.tools.puzzles import puzzle_rows as puzzle_rows
     from jrl.zoo.tools.refinements import Solution as Solution
     from jrl.zoo.tools.refinements import best_draft as best_draft

@@ -12,7 +12,7 @@ from jrl.episodes.parsers import PARSERS, Call, get_parser
 from jrl.episodes.tools import Tool, ToolError, tool_env
 from jrl.errors import UserError
 from jrl.types import NOTHING, Prompt
-from jrl.zoo.tools.calculator import calculator_tool
+from jrl.zoo.envs.calculator import calculator_tool
 
 HERMES = get_parser("hermes")
 TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}

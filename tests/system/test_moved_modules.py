@@ -92,7 +92,7 @@ for name, module in list(sys.modules.items()):
         assert value is module or not isinstance(value, types.ModuleType), (name, value)
 from jrl.envs import Env, host, play, search
 assert Env is jrl.episodes.Env and host is jrl.episodes.host
-assert play.__name__ == "jrl.episodes.device_play" and search.__name__ == "jrl.zoo.tools.search"
+assert play.__name__ == "jrl.episodes.device_play" and search.__name__ == "jrl.zoo.envs.search"
 """
 
 

@@ -53,7 +53,7 @@ import json
 import zlib
 from pathlib import Path
 
-from jrl.zoo.tools.calculator import calculator_tool
+from jrl.zoo.envs.calculator import calculator_tool
 from jrl.episodes.host import Feedback, HostEnv, Lifecycle, Limits
 from jrl.episodes.parsers import PARSERS
 from jrl.zoo.envs.players import pair_env

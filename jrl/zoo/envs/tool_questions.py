@@ -12,8 +12,8 @@ from jrl.episodes.sandbox import Sandbox, SandboxLimits, python_tool
 from jrl.episodes.tools import Tool, tool_env
 from jrl.errors import UserError, unknown_choice
 from jrl.zoo.envs.answer_rewards import EXACT, F1, last_turn_reward
-from jrl.zoo.tools.calculator import calculator_tool
-from jrl.zoo.tools.search import search_tool
+from jrl.zoo.envs.calculator import calculator_tool
+from jrl.zoo.envs.search import search_tool
 
 
 def python_math(

@@ -18,9 +18,9 @@ from jrl.rewards import Sample, make_reward
 from jrl.setup.reward_parts import parts_of
 from jrl.types import Prompt
 from jrl.zoo.envs.answer_rewards import answer_f1, last_answer
+from jrl.zoo.envs.search import Bm25
 from jrl.zoo.envs.tool_questions import multi_hop, python_math
 from jrl.zoo.tools import hops
-from jrl.zoo.tools.search import Bm25
 
 SEARCH = Path(__file__).parents[3] / "configs" / "search"
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jrl.episodes.tools import ToolError
-from jrl.zoo.tools.calculator import calculate
+from jrl.zoo.envs.calculator import calculate
 
 numbers = st.integers(0, 99).map(str) | st.floats(0.01, 99).map(repr)
 operators = st.sampled_from([" + ", " - ", "*", " / ", "//", "%", "**"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jrl.errors import UserError
-from jrl.zoo.tools.search import Bm25, search_tool
+from jrl.zoo.envs.search import Bm25, search_tool
 
 DOCUMENTS = [
     "The Rhine flows through Basel.",
