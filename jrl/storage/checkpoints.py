@@ -13,6 +13,7 @@ import errno
 import logging
 import os
 import pathlib
+import traceback
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -291,7 +292,8 @@ class Checkpoints:
 
         if self._writer is None:
             # Errors of its threads, which the user already gets as an exception.
-            logging.getLogger("absl").addFilter(_not_orbax)
+            for name in ("absl", "asyncio"):
+                logging.getLogger(name).addFilter(_not_orbax)
             drop_late_callbacks()
             options = ocp.CheckpointManagerOptions(
                 preservation_policy=self,
@@ -352,7 +354,11 @@ class Checkpoints:
 
 
 def _not_orbax(record: logging.LogRecord) -> bool:
-    return "orbax" not in pathlib.Path(record.pathname).parts
+    """Whether a record is neither orbax's own nor about an error in one of its tasks."""
+    error = record.exc_info and record.exc_info[1]
+    frames = traceback.walk_tb(error.__traceback__ if error else None)
+    files = [record.pathname, *(frame.f_code.co_filename for frame, _ in frames)]
+    return not any("orbax" in pathlib.Path(file).parts for file in files)
 
 
 def _short(error: Exception | None) -> str:

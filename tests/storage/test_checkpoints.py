@@ -1,5 +1,6 @@
 """Checkpoints: bit-equal, atomic, portable between meshes, and clear about what does not fit."""
 
+import asyncio
 import json
 import os
 import pathlib
@@ -577,3 +578,31 @@ def test_directories_of_steps_that_changed_their_names_are_refused_by_the_step_t
         Checkpoints(tmp_path, 3).restore({"x": jnp.float32(0)})
     with pytest.raises(UserError, match=r"step 1 in .* holds step 2"):
         Checkpoints(tmp_path, 3).restore({"x": jnp.float32(0)}, 1)
+
+
+SHUTDOWN = """
+import asyncio
+
+async def late():
+    try:
+        await asyncio.sleep(60)
+    finally:
+        raise OSError("the disk is full")
+
+async def fails():
+    asyncio.create_task(late())
+    await asyncio.sleep(0)
+    raise OSError("the disk is full")
+"""
+
+
+@pytest.mark.parametrize("package", ["orbax", "elsewhere"])
+def test_an_error_of_a_save_is_told_once(package, tmp_path, caplog):
+    """What asyncio says of further tasks that fail while the first one's error ends them."""
+    save(tmp_path, 1)
+    names = {}
+    exec(compile(SHUTDOWN, f"/site-packages/{package}/writing.py", "exec"), names)
+    with pytest.raises(OSError, match="the disk is full"):
+        asyncio.run(names["fails"]())
+    said = [each.message for each in caplog.records if each.name == "asyncio"]
+    assert len(said) == (package != "orbax")

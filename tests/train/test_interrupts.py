@@ -302,7 +302,7 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line_within_a_minute(tmp_path, 
     *before, line = done.stderr.splitlines()
     # A save in the background that failed is made again, which fails too: a line for each.
     written = ("; this step is saved in its place", "jrl: warning: checkpoint step")
-    assert all(any(w in each for w in written) for each in before), before
+    assert all(any(w in each for w in written) for each in before), done.stderr
     assert len(before) <= 2 * on_checkpoints
     assert "earlier steps are unchanged; free disk space" in line
     if on_checkpoints:
