@@ -266,7 +266,7 @@ def test_the_trainer_scores_what_the_sampler_drew():
         partial(score, network=NETWORK, value=None, want=frozenset({"logprobs"})),
     )({"policy": params()}, batch, SAMPLING)
     gap = np.abs(np.asarray(scored["logprobs"]) - rollout.sampler_logprobs)[rollout.mask]
-    assert gap.max() < 1e-5
+    assert gap.max() < 3e-5
 
 
 # ---------------------------------------------------------------- a task is the case of one turn
