@@ -14,8 +14,7 @@ too long (``overdue``) ends a run in the same way.
 
 Python runs handlers in the main thread, between two bytecode instructions: not inside a compiler
 call, and an exception raised during a garbage-collection callback is lost. A second thread
-therefore
-receives the signals too, keeps the deadlines, and repeats the interrupt.
+therefore receives the signals too, keeps the deadlines, and repeats the interrupt.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Self
@@ -49,11 +49,10 @@ class Stopping:
 
     Attributes:
       at_rest: whether the main thread is compiling, which nothing interrupts, and ending the
-      process
-        there loses nothing; called in another thread after a signal, in a process that
+        process there loses nothing; called in another thread after a signal, in a process that
         ``end_at_once`` may end, never in a notebook.
       saved: a line about the files on disk, printed when the process ends; called in another
-      thread.
+        thread.
     """
 
     def __init__(self, *, patient: bool = False) -> None:
@@ -69,6 +68,7 @@ class Stopping:
         self._listens = False
 
     def __enter__(self) -> Self:
+        self._stack.enter_context(_lost_interrupts_unsaid())
         self._listens = self._stack.enter_context(_listening(self._hear, self._begin))
         return self
 
@@ -146,8 +146,7 @@ class Stopping:
         """Ends the run after an overdue wait; called from another thread than the main one.
 
         Interruptible work is interrupted. If nothing is interruptible, or saving afterwards waits
-        as
-        well, the process ends END_SECONDS later, as after a signal.
+        as well, the process ends END_SECONDS later, as after a signal.
 
         Args:
           reason: a line about the wait.
@@ -283,6 +282,23 @@ def _listening(handler: Callable[[int, Any], None], first: Callable[[int], None]
         writer.close()
         thread.join()
         reader.close()
+
+
+@contextlib.contextmanager
+def _lost_interrupts_unsaid() -> Iterator[None]:
+    """Prints no traceback where a callback loses an interrupt, which comes again."""
+    before = sys.unraisablehook
+
+    def hook(lost: Any) -> None:
+        if not isinstance(lost.exc_value, KeyboardInterrupt):
+            before(lost)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        if sys.unraisablehook is hook:  # another one that was set since calls this one
+            sys.unraisablehook = before
 
 
 def _say(text: str) -> None:

@@ -121,6 +121,26 @@ def test_what_was_lost_in_a_callback_is_raised_again():
         forgetful()
 
 
+def test_what_a_callback_lost_is_not_printed(monkeypatch):
+    """As one that runs while Python collects garbage, which may raise nothing."""
+
+    class Loses:
+        error = KeyboardInterrupt
+
+        def __del__(self):
+            raise self.error
+
+    lost = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda event: lost.append(event.exc_type))
+    usual = sys.unraisablehook
+    with Stopping():
+        Loses()
+        Loses.error = ValueError
+        Loses()
+    assert lost == [ValueError]
+    assert sys.unraisablehook is usual
+
+
 def converted(phase):
     """As NumPy does with what interrupts its import."""
     with phase:
