@@ -44,10 +44,6 @@ def abstract_run(config: Config, mesh: jax.sharding.Mesh) -> Run:
             f"frozen policies of other sizes ({', '.join(config.frozen)}) are not supported in a"
             " plan; remove them"
         )
-    if config.train.mode == "in_flight":
-        # Its two programs are those of "host", and each half is planned without the other.
-        train = config.train.model_copy(update={"mode": "host"})
-        config = config.model_copy(update={"train": train})
     return build.bare_run(
         config,
         mesh,

@@ -121,8 +121,13 @@ def divided(config: Config, topology: Topology) -> tuple[Topology, Config, Confi
             )
     sampling_mesh = config.sampling.mesh
     sampling_table = config.sampling.model_copy(update={"mesh": {}})
-    single = config.model_copy(update={"placement": None, "sampling": sampling_table})
-    undivided = config.train.model_copy(update={"minibatches": 1, "microbatches": 1})
+    # Weights change in flight between the halves alone; the programs of each are those of "host".
+    mode = "host" if config.train.mode == "in_flight" else config.train.mode
+    train = config.train.model_copy(update={"mode": mode})
+    single = config.model_copy(
+        update={"placement": None, "sampling": sampling_table, "train": train}
+    )
+    undivided = train.model_copy(update={"minibatches": 1, "microbatches": 1})
     sampling = single.model_copy(update={"mesh": sampling_mesh, "train": undivided})
     return part, sampling, single
 
