@@ -68,7 +68,7 @@ class Stopping:
         self._listens = False
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(_lost_interrupts_unsaid())
+        self._stack.enter_context(self._unsaid_where_lost())
         self._listens = self._stack.enter_context(_listening(self._hear, self._begin))
         return self
 
@@ -176,6 +176,22 @@ class Stopping:
         if not self._patient:
             self._start_timer(STEP_SECONDS, self._give_up)
 
+    @contextlib.contextmanager
+    def _unsaid_where_lost(self) -> Iterator[None]:
+        """Prints no traceback where a callback loses an interrupt that comes again."""
+        before = sys.unraisablehook
+
+        def hook(lost: Any) -> None:
+            if not (isinstance(lost.exc_value, KeyboardInterrupt) and self._may_interrupt()):
+                before(lost)
+
+        sys.unraisablehook = hook
+        try:
+            yield
+        finally:
+            if sys.unraisablehook is hook:  # else what was set since calls this one
+                sys.unraisablehook = before
+
     def _may_interrupt(self) -> bool:
         return self._at_once or (self._expired and self._interruptible)
 
@@ -282,23 +298,6 @@ def _listening(handler: Callable[[int, Any], None], first: Callable[[int], None]
         writer.close()
         thread.join()
         reader.close()
-
-
-@contextlib.contextmanager
-def _lost_interrupts_unsaid() -> Iterator[None]:
-    """Prints no traceback where a callback loses an interrupt, which comes again."""
-    before = sys.unraisablehook
-
-    def hook(lost: Any) -> None:
-        if not isinstance(lost.exc_value, KeyboardInterrupt):
-            before(lost)
-
-    sys.unraisablehook = hook
-    try:
-        yield
-    finally:
-        if sys.unraisablehook is hook:  # another one that was set since calls this one
-            sys.unraisablehook = before
 
 
 def _say(text: str) -> None:

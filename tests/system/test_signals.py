@@ -133,11 +133,15 @@ def test_what_a_callback_lost_is_not_printed(monkeypatch):
     lost = []
     monkeypatch.setattr(sys, "unraisablehook", lambda event: lost.append(event.exc_type))
     usual = sys.unraisablehook
-    with Stopping():
-        Loses()
-        Loses.error = ValueError
-        Loses()
-    assert lost == [ValueError]
+    with Stopping() as stopping:
+        with stopping.at_once():
+            Loses()
+            assert not lost
+            Loses.error = ValueError
+            Loses()
+        Loses.error = KeyboardInterrupt
+        Loses()  # nothing would raise it again
+    assert lost == [ValueError, KeyboardInterrupt]
     assert sys.unraisablehook is usual
 
 
