@@ -53,9 +53,9 @@ def reply_of(text: Any, question: Question, *, cut: bool = False) -> Reply | Non
       question: what was asked.
       cut: whether a limit of tokens ended the reply: "Score: 1" may have been "Score: 10".
     """
-    if cut and isinstance(text, str) and _OPEN_NUMBER.search(text) and not question.reads_cut:
+    if not isinstance(text, str) or (cut and _OPEN_NUMBER.search(text)):
         return None
-    verdict = _verdict(question, text) if isinstance(text, str) else None
+    verdict = _verdict(question, text)
     return None if verdict is None else Reply(text, question.read, verdict)
 
 

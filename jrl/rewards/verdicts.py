@@ -40,13 +40,10 @@ class Question(NamedTuple):
     Attributes:
       messages: with role and content.
       read: (reply) -> the verdict; None where the reply holds none.
-      reads_cut: whether a reply that its limit of tokens ended is read although it ends in a
-        number, of which digits may be missing.
     """
 
     messages: tuple[Mapping[str, str], ...]
     read: Callable[[str], Any]
-    reads_cut: bool = False
 
 
 class Form(NamedTuple):
