@@ -15,6 +15,7 @@ import pytest
 from tpu_programs import ask
 
 from jrl.config import load_config
+from jrl.errors import UserError
 from jrl.plan.compile import abstract_run_on
 from jrl.plan.make import make_plan
 from jrl.plan.topology import CHIPS, parse_topology
@@ -58,7 +59,7 @@ DECODING = {
 10 a layer, 12 for the draw, and a return in 16 tokens."""
 TRAINING = {
     "cudnn": {"small": Bounds(125, 0, 250, 0, 0.035), "1.7b": Bounds(135, 0, 450, 0, 0.05)},
-    "xla": {"small": Bounds(175, 0, 235, 0, 0.05), "1.7b": Bounds(205, 0, 900, 0, 0.06)},
+    "xla": {"small": Bounds(195, 0, 215, 0, 0.05), "1.7b": Bounds(210, 0, 420, 0, 0.055)},
 }
 ATTENTION = "cudnn" if jax.__version_info__ >= (0, 11) else "xla"
 """JAX 0.10 cannot compile cuDNN's without a GPU."""
@@ -184,6 +185,10 @@ def test_no_matrix_in_float8_is_written_in_16_bits_for_a_token():
     """Of two layers of 1.7B most is the output matrix; compiled for a GPU without float8."""
     changed = tree("1.7b", 2)
     changed["sampling"] |= {"float8": ["weights"]}
+    if jax.__version_info__ < (0, 11):
+        with pytest.raises(UserError, match=r"does not compile sampler for a100x1; JAX 0\.11"):
+            ask("gpu_program", changed, "a100x1", "sampler")
+        return
     float8 = ask("gpu_program", changed, "a100x1", "sampler")["hbm_bytes"]
     assert float8 < 0.7 * program("1.7b", "sampler", 2)["hbm_bytes"]
 
