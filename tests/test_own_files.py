@@ -220,9 +220,11 @@ def f(vocab_size, max_length):
 
 
 def test_a_network_may_divide_its_arrays_over_the_mesh_of_the_run(place, tmp_path):
-    (tmp_path / "own.py").write_text(DIVIDED)
-    network = f"model={{network='{tmp_path}/own.py:f'}}"
-    set_up(place, [*TASK, network])
+    for name, divided in (("own", DIVIDED), ("other", DIVIDED.replace('("data")', '("data", 3)'))):
+        (tmp_path / f"{name}.py").write_text(divided)
+    set_up(place, [*TASK, f"model={{network='{tmp_path}/own.py:f'}}"])
+    with pytest.raises(UserError, match=r"other\.py:f'.* 3"):
+        set_up(place, [*TASK, f"model={{network='{tmp_path}/other.py:f'}}"])
 
 
 PREPARED = """

@@ -263,9 +263,8 @@ def _pair(row: Mapping[str, Any], where: str, plain: bool) -> Record:
         rejected = read_messages(rejected, "rejected", where)
         size = min(_shared(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     elif prompt is None:
-        if other := next(
-            (n for n in ("question", "instruction", "input") if not is_absent(row.get(n))), ""
-        ):
+        others = (x for x in ("question", "instruction", "input") if not is_absent(row.get(x)))
+        if other := next(others, ""):
             raise UserError(
                 f"{where}: there is no prompt; write {other} as prompt, with what belongs to it"
             )
