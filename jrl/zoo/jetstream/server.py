@@ -241,7 +241,8 @@ class JetStreamServer:
             _replaced(lib.server, _HOST=address),
             _replaced(lib.orchestrator, Driver=_driver_class(), LLMOrchestrator=_servicer_class()),
         ):
-            self._server = lib.server.run(self.port, config, devices)
+            # The engine reads a prompt on the host; an array of JAX compiles once a length.
+            self._server = lib.server.run(self.port, config, devices, jax_padding=False)
         self.driver = self._server._driver
         self.driver.bound(queue_requests)
 
