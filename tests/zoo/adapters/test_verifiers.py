@@ -125,7 +125,7 @@ def folder(tmp_path, monkeypatch):
 
 def play(env, completions, prompt=PROMPT, cut=False, seed=5):
     async def run():
-        state, messages = await env.init(prompt, seed)
+        state, opening = await env.init(prompt, seed)
         feedbacks = []
         try:
             for turn, text in enumerate(completions):
@@ -135,7 +135,7 @@ def play(env, completions, prompt=PROMPT, cut=False, seed=5):
         finally:
             await env.close(state)
             await env.lifecycle.shutdown()
-        return messages, feedbacks
+        return opening.messages, feedbacks
 
     return asyncio.run(run())
 
