@@ -29,7 +29,7 @@ from jrl.models.chat_frames import (
 )
 from jrl.models.file_tokenizer import FileTokenizer
 from jrl.models.tokenizer import Tokenizer
-from jrl.system.json_text import json_or_none
+from jrl.system.json_text import json_or_none, parse_json
 from jrl.types import NOTHING
 
 _dumps = functools.partial(json.dumps, ensure_ascii=False)
@@ -96,9 +96,7 @@ def _read_calls(calls: Any, name: str, where: str) -> list[dict[str, Any]]:
         call = call if isinstance(call, Mapping) else {}
         function = call.get("function", call)
         function = function if isinstance(function, Mapping) else {}
-        arguments = function.get("arguments", {})
-        if isinstance(arguments, str):
-            arguments = json_or_none(arguments)
+        arguments = _read_arguments(function.get("arguments", {}), f"{where}: {name}")
         if not isinstance(arguments, Mapping) or not isinstance(function.get("name"), str):
             raise UserError(
                 f"{where}: {name} holds tool_calls {str(calls)[:60]}; a call has a function with a"
@@ -108,6 +106,31 @@ def _read_calls(calls: Any, name: str, where: str) -> list[dict[str, Any]]:
         call_id = {"id": str(call["id"])} if call.get("id") is not None else {}
         read.append({"type": "function", "function": function_call, **call_id})
     return read
+
+
+def _read_arguments(value: Any, where: str) -> Any:
+    """The arguments of a call as JSON has them; a text that is no JSON is None.
+
+    Raises:
+      UserError: the text has two values for one key, of which a dict would lose one, or half of a
+        character; or a value is none of JSON's, such as NaN, which no parser of calls reads.
+    """
+    if isinstance(value, str):
+        value = None if json_or_none(value) is None else parse_json(value, f"{where}: a tool call")
+    try:
+        return json.loads(json.dumps(value, allow_nan=False, default=_of_numpy))
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{where}: the arguments of a tool call are {str(value)[:60]}, which JSON does not"
+            f" have: {error}; write another value, or remove the row"
+        ) from None
+
+
+def _of_numpy(value: Any) -> Any:
+    """An array as lists, and its numbers as Python's; raises TypeError for any other value."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is none of its kinds")
 
 
 def read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
@@ -121,10 +144,7 @@ def read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
       UserError: it is none of these.
     """
     if isinstance(value, str):
-        try:
-            value = json.loads(value) if value.strip() else None
-        except (ValueError, RecursionError):
-            raise UserError(f"{where}: tools = {value[:60]!r} is no JSON") from None
+        value = parse_json(value, f"{where}: tools") if value.strip() else None
     if value is None or value == {}:
         return None
     tools: list[Any] = list(value) if isinstance(value, list | tuple | np.ndarray) else [value]

@@ -106,7 +106,8 @@ def _checked(result: Any, ids: Sequence[Any]) -> list[Returned] | Failure:
     points: list[Returned] = []
     for i, value in enumerate(values):
         point: Returned | Failure = None
-        if _is_tensor(value):
+        # Also an array without axes, as np.where makes one of a number.
+        if _is_tensor(value) or (isinstance(value, np.ndarray) and not value.ndim):
             value = value.tolist()
         if isinstance(value, list | tuple | np.ndarray):
             point = _by_token(value)

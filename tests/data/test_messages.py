@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -382,6 +383,37 @@ def test_what_follows_a_prompt_begins_with_no_space_of_its_own(tmp_path):
     for template in ("[{question}] ", "[{question}]"):
         solved = prompt_of(tokenizer, row, solution_key="answer", template=template)
         assert solved.solution.tolist() == [tokenizer.encode("\nx")[-1], tokenizer.eos_id]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ('{"a": 1, "a": 2}', "the key 'a' is there twice"),
+        ('{"a": "\\ud800"}', "half of a character"),
+        ('{"a": NaN}', "which JSON does not have"),
+        ({"a": [1e999]}, "which JSON does not have"),
+        ({"a": b"1"}, "which JSON does not have"),
+    ],
+)
+def test_arguments_of_a_call_are_json_or_refused(chat_tokenizer, arguments, problem):  # noqa: F811
+    """A policy would learn a call that no parser reads, or a part of the row would be lost."""
+    tokenizer = chat_tokenizer("qwen")
+    call = {**CALL, "tool_calls": [{"function": {"name": "weather", "arguments": arguments}}]}
+    with pytest.raises(UserError, match=problem):
+        pair_of(tokenizer, {"prompt": TALK[:1], "chosen": [call], "rejected": NO})
+    with pytest.raises(UserError, match=problem):
+        prompt_of(tokenizer, {"question": [TALK[0], call, TALK[2]], "answer": "3"})
+
+
+def test_arrays_of_a_call_and_tools_in_text_are_as_json_has_them(chat_tokenizer):  # noqa: F811
+    tokenizer = chat_tokenizer("qwen")
+    arguments = {"a": np.int64(3), "b": np.array([1, 2])}
+    call = {**CALL, "tool_calls": [{"function": {"name": "weather", "arguments": arguments}}]}
+    pair = pair_of(tokenizer, {"prompt": TALK[:1], "chosen": [call], "rejected": NO})
+    assert '{"a": 3, "b": [1, 2]}' in tokenizer.decode(pair.completions[0])
+    row = {"question": "q", "answer": "3", "tools": '[{"name": "f", "name": "g"}]'}
+    with pytest.raises(UserError, match="tools: the key 'name' is there twice"):
+        prompt_of(tokenizer, row)
 
 
 def base_tokenizer(directory, eos="<|endoftext|>", template=CHATML):

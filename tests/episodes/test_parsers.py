@@ -266,6 +266,10 @@ def test_thoughts_hold_no_calls_and_arguments_may_hold_their_end(family):
     assert parse(f"hm\n{other}{ends}\n{call}", schemas) == calls
     begins = ends.replace("/", "")
     assert parse(f"{call}\n{begins}Or:\n{other}{ends}", schemas) == calls
+    for opened in (begins, ""):  # an end that ends nothing is a word
+        assert parse(f"{opened}hm\n{ends}\n{call}\nSo {ends} ends it.", schemas) == calls
+    assert parse(f"\n{begins}I could:\n{other}\nor", schemas) == ()  # cut in its thought
+    assert parse(f"{begins}I could:\n{call}\nor", schemas) == ()
 
 
 def test_a_mark_in_words_beside_calls_is_a_word():

@@ -333,6 +333,7 @@ class Tensor:
 def test_tensors_are_numbers():
     assert call(lambda samples: Tensor([0.5, 1.0]), SAMPLES) == [0.5, 1.0]
     assert call(lambda samples: [Tensor(0.5), None], SAMPLES) == [0.5, None]
+    assert call(lambda samples: [np.where(True, 0.5, 0.0), None], SAMPLES) == [0.5, None]
     assert "returned str" in call(lambda samples: [Tensor("a"), 1.0], SAMPLES).reason
 
 

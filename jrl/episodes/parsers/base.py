@@ -113,6 +113,7 @@ class Part(NamedTuple):
 Scan = Callable[[str, Schemas], Iterator[Part]]
 """(text, schemas) -> the calls in it, in order, those in thoughts included."""
 THOUGHT_END = re.compile(r"</think>|\[/THINK\]")
+_BEGINS_WITH_THOUGHT = re.compile(r"\s*(?:<think>|\[THINK\])")
 
 
 def _parts(text: str, parts: Iterable[Part]) -> list[Part]:
@@ -123,8 +124,12 @@ def _parts(text: str, parts: Iterable[Part]) -> list[Part]:
         if any(x.begin <= end < x.end for x in calls):
             continue  # one inside a call is text
         begin = text.rfind(match[0].replace("/", ""), last, end)  # < 0: the template has opened it
+        if begin < 0 < last:
+            continue  # a thought has ended before, and none began since: a word
         calls = [x for x in calls if not begin <= x.begin < end]
         last = match.end()
+    if not last and _BEGINS_WITH_THOUGHT.match(text):
+        return []  # the turn ended in its thought
     some = any(isinstance(x.call, Call) for x in calls)
     return [x for x in calls if not (some and x.bare)]
 
