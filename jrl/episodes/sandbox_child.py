@@ -150,7 +150,8 @@ _MODE_FILTER = 2
 _LOAD, _JUMP_EQUAL, _JUMP_ABOVE, _JUMP_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # classic BPF
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 _OTHER_ABI = 0x40000000  # x32 has numbers of its own for the same calls
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND, _THIRD = 0, 4, 16, 24, 32  # offsets in what a filter reads
+_NUMBER, _ARCHITECTURE = 0, 4  # offsets in what a filter reads
+_FIRST_ARGUMENT, _SECOND, _THIRD = 16, 24, 32
 
 
 def filter_calls(libc: ctypes.CDLL, in_namespaces: bool) -> None:
