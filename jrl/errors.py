@@ -8,6 +8,8 @@ from typing import Any
 
 _FEW = 24
 """With more choices than this a message lists only the nearest ones."""
+_TEXT = 500
+"""Characters that a message takes of an error's text."""
 
 
 class UserError(ValueError):
@@ -38,6 +40,21 @@ class StorageError(UserError):
 
 INTERRUPTED = 130
 """The exit code after SIGINT, SIGTERM or SIGHUP; the same command resumes."""
+
+
+def error_text(error: BaseException) -> str:
+    """The text of an exception, shortened; a note if ``str`` of it raises."""
+    try:
+        # Without lone surrogates, which no terminal takes.
+        return str(error)[:_TEXT].encode("utf-8", "backslashreplace").decode()
+    except BaseException as another:
+        return f"(and its text raises {class_name(another)})"
+
+
+def class_name(value: object) -> str:
+    """The name of a value's class, whatever its metaclass says it is."""
+    name: str = type.__dict__["__name__"].__get__(type(value))
+    return name
 
 
 def unknown_choice(key: str, value: object, choices: Iterable[str]) -> UserError:

@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, cast
 
-from jrl.errors import UserError, nearest
+from jrl.errors import UserError, class_name, error_text, nearest
 from jrl.system.json_text import parse_json
 from jrl.system.moved_modules import moved_to
 from jrl.system.time_limit import time_limit
@@ -449,17 +449,18 @@ def error_with_line(error: BaseException, place: str) -> str:
       error: as it was caught.
       place: where it came from, if no line is known.
     """
-    if isinstance(error, SyntaxError):
-        line = f", line {error.lineno}" if error.lineno else ""
-        return f"{error.filename or place}{line}: {error.msg}"
+    if issubclass(type(error), SyntaxError):  # not isinstance, which asks the error what it is
+        wrong = cast("SyntaxError", error)
+        line = f", line {wrong.lineno}" if wrong.lineno else ""
+        return f"{wrong.filename or place}{line}: {wrong.msg}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
     # The user's line, also where the library that it calls refuses what it was given.
     frames = [f for f in frames if not _is_installed(f.filename)] or frames
     where = f", line {frames[-1].lineno}" if frames[-1].filename != __file__ else ""
-    first = str(error).strip().partition("\n")[0]
+    first = error_text(error).strip().partition("\n")[0]
     if where and not first:  # assert, or raise ValueError: the line itself says the most
         first = frames[-1].line or ""
-    return f"{frames[-1].filename if where else place}{where}: {type(error).__name__}: {first}"
+    return f"{frames[-1].filename if where else place}{where}: {class_name(error)}: {first}"
 
 
 def _is_installed(filename: str) -> bool:

@@ -82,6 +82,26 @@ print("BREACH: 700 MB in shared maps")
 )
 _add("one process far beyond it", "x = bytearray(1 << 30)\nprint('BREACH')", "error", fast=True)
 _add(
+    "memory that waits in sockets",
+    """
+import socket
+one, other = socket.socketpair()
+usual = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+    try:
+        one.setsockopt(socket.SOL_SOCKET, option, 1 << 30)
+        print("BREACH", option)
+    except PermissionError:
+        pass
+one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+one.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+if one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) > usual:
+    print("BREACH: a larger socket")
+""",
+    "ok",
+    fast=True,
+)
+_add(
     "addresses without memory",
     "import mmap\nx = mmap.mmap(-1, 1 << 40)\nprint('BREACH')",
     "error",

@@ -295,3 +295,19 @@ def test_rows_that_were_passed_are_kept_and_remembered(tmp_path):
         python_value("python:rows-1", "data.train")
     keep_rows(tmp_path / "none", {"reward": len})
     assert not (tmp_path / "none").exists()
+
+
+def test_an_error_without_a_text_is_one_line_with_its_own(tmp_path):
+    """Whether a file raises it as it is imported, or a function as it is called."""
+    own = tmp_path / "own.py"
+    own.write_text(
+        "class Speechless(Exception):\n"
+        "    def __str__(self):\n        raise RuntimeError('no words')\n"
+        "def make():\n    raise Speechless\n"
+    )
+    setting = "data.env = 'own.py:make'"
+    with pytest.raises(UserError, match=rf"^{setting}: .*own.py, line 5: Speechless: "):
+        user_code.made_by(load(f"{own}:make", "data.env"), setting)
+    (tmp_path / "loud.py").write_text(own.read_text() + "make()\n")
+    with pytest.raises(UserError, match=r"loud.py, line 5: Speechless: "):
+        load(f"{tmp_path}/loud.py:make", "data.env")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import sys
 import warnings
@@ -26,7 +27,7 @@ class Main(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Runs the command."""
         try:
-            with _one_line_warnings():
+            with _one_line_warnings(), _logged_without_secrets():
                 result = super().invoke(ctx)
             sys.stdout.flush()
             return result
@@ -87,6 +88,22 @@ def _one_line_warnings() -> Iterator[None]:
         yield
     finally:
         warnings.formatwarning = usual
+
+
+@contextlib.contextmanager
+def _logged_without_secrets() -> Iterator[None]:
+    """Hides secrets in what the library logs, such as why an environment failed."""
+
+    def hidden(record: logging.LogRecord) -> bool:
+        record.msg, record.args = without_secrets(record.getMessage()), ()
+        return True
+
+    logger = logging.getLogger("jrl")
+    logger.addFilter(hidden)
+    try:
+        yield
+    finally:
+        logger.removeFilter(hidden)
 
 
 def _say_full(error: OSError) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -16,7 +18,17 @@ _ENVIRONMENT = "env:"
 _WORDS = {
     *("key", "apikey", "token", "secret", "password", "passwd", "pwd", "passphrase"),
     *("passcode", "pw", "webhook", "dsn", "otp", "totp", "mnemonic", "sas"),
-    *("credential", "cred", "auth", "authorization", "authentication", "bearer", "cookie", "jwt"),
+    *(
+        "credential",
+        "cred",
+        "auth",
+        "oauth",
+        "authorization",
+        "authentication",
+        "bearer",
+        "cookie",
+        "jwt",
+    ),
 }
 """Words of a name that make its value a secret."""
 _ENDINGS = ("token", "secret", "password", "passwd", "passphrase", "credential", "cookie")
@@ -62,6 +74,7 @@ _PREFIXED = (
     *("gsk", "xai", "r8", "pplx", "nvapi", "tvly", "fw", "dop_v1", "npm", "pypi", "lsv2", "csk"),
     *("shpat", "shpss", "sntrys", "dckr_pat", "atlasv1", "whsec", "tgp_v1", "jina", "pcsk", "SG"),
     *("hv[bs]", "tskey", "figd", "sntryu", "ph[cx]", "wandb_v1", "ntn", "sbp", "sb_secret"),
+    *("ghr", "xapp", "gl(?:dt|rt|ptt|ft|soat|cbt)", "GOCSPX", "PMAK", "rubygems"),
     *("glc", "lin_api", "CCIPAT", "AGE-SECRET-KEY", "e2b", "esecret", "dp\\.pt"),
 )
 """Beginnings of the keys of well-known services, before "-", "_" or "."."""
@@ -71,7 +84,7 @@ _FORMS = re.compile(
     r"(?i:authorization)[\"']?\s*:\s*[\"']?"
     r"(?:(?i:apikey|basic|bearer|digest|hmac|key|token)\s+|\w+\s+(?=\S*\d))\S{6,}|"
     rf"(?<![\w/.-])(?:{'|'.join(_PREFIXED)})[-_.](?=[\w.-]*\d)[\w.-]{{11,}}(?![\w/])|"
-    r"(?<![\w/.-])hf_(?=\w*[a-z])(?=\w*[A-Z])[a-zA-Z]{20,}(?![\w/])|"
+    r"(?<![\w/.-])(?:hf|api_org)_(?=\w*[a-z])(?=\w*[A-Z])[a-zA-Z]{20,}(?![\w/])|"
     r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}|\bAIza[\w-]{30,}|\bya29\.[\w-]{10,}|"
     r"\b(?:dapi|AC|SK)[0-9a-f]{32}\b|\bkey-[0-9a-f]{32}\b|\bsecret_[a-zA-Z0-9]{32,}|\bATATT[\w-]{16,}|\bEAAC\w{20,}|"
     r"\bfc-[0-9a-f]{32}\b|\bpa-[\w-]{40,}|\brpa_[A-Z0-9]{30,}|\bABSK[\w+/=]{40,}|\b1//0[\w-]{20,}|"
@@ -118,6 +131,13 @@ _NAMED = re.compile(
 is none where it has a digit and nothing follows."""
 _FLAG = re.compile(r"(?:^|\s)--?([\w-]+)(?:\s+([^-\s]\S*))?")
 """An option of a command, and what follows it."""
+_FLAGGED = re.compile(
+    r"((?<![\w-])(--?[\w-]+)[\"']?(?:\s*,\s*|\s+|=)([\"']))(?!-|env:|\(hidden\))"
+    r"((?:\\.|(?!\3)[^\\\n])+)"
+)
+"""Such an option and its value in quotes, as in the list of a command that a message shows."""
+_LONG_NUMBER = 100_000
+"""A password of digits alone, which a file or a command line makes a number."""
 _NUMBER = re.compile(r"[\d.]*")
 _WORD = re.compile(r"[A-Za-z]{1,7}\W?")
 
@@ -156,7 +176,8 @@ def hide(options: Mapping[str, Any]) -> dict[str, Any]:
     >>> hide({"key_variable": "JUDGE_KEY"})
     {'key_variable': 'JUDGE_KEY'}
     """
-    return {name: _hidden(value, _names_one(name)) for name, value in options.items()}
+    hidden: dict[str, Any] = _hidden(options, False)
+    return hidden
 
 
 def _hidden(value: Any, inside: bool, listed: bool = False) -> Any:
@@ -169,7 +190,8 @@ def _hidden(value: Any, inside: bool, listed: bool = False) -> Any:
     """
     secret = _secrets(value, inside, listed)
     if isinstance(value, Mapping):
-        return {n: _hidden(x, s) for (n, x), s in zip(value.items(), secret, strict=True)}
+        pairs = zip(value.items(), secret, strict=True)
+        return {n: HIDDEN if _is_digits(n, x) else _hidden(x, s) for (n, x), s in pairs}
     if isinstance(value, list | tuple):
         return [_hidden(x, s, True) for x, s in zip(value, secret, strict=True)]
     return HIDDEN if _is_secret(value, inside) and not value.startswith(_ENVIRONMENT) else value
@@ -179,14 +201,16 @@ def _secrets(value: Any, inside: bool, listed: bool) -> list[bool]:
     """Whether each item of an object or a list is a secret by what it stands beside."""
     if isinstance(value, Mapping):
         named = any(_is_name(value.get(name)) for name in ("name", "key", "header"))
-        return [inside or _names_one(n) or (named and n == "value") for n in value]
+        return [
+            inside or _names_one(n) or (named and n == "value") or _is_pass(n, x)
+            for n, x in value.items()
+        ]
     if not isinstance(value, list | tuple):
         return []
     if listed and len(value) == 2 and _is_name(value[0]):  # ["x-api-key", ...] of headers
         return [inside, True]
     return [
-        inside or (_is_secret_flag(option) and not _is_number(x)) or _is_login(option, x)
-        for option, x in zip([None, *value], value, strict=False)
+        inside or _is_flagged(option, x) for option, x in zip([None, *value], value, strict=False)
     ]
 
 
@@ -199,6 +223,7 @@ def without_secrets(text: str) -> str:
     text = _FORMS.sub(
         lambda m: m[0].partition("://")[0] + "://" + HIDDEN if "://" in m[0] else HIDDEN, text
     )
+    text = _FLAGGED.sub(lambda m: m[1] + HIDDEN if _is_flagged(m[2], m[4]) else m[0], text)
     text = _QUERY.sub(lambda m: m[1] + HIDDEN if _in_query(m[2]) else m[0], text)
     text = _QUOTED.sub(lambda m: m[1] + m[2] + HIDDEN if _is_quoted(m[1], m[4]) else m[0], text)
     return _NAMED.sub(lambda m: m[1] + HIDDEN, text)
@@ -215,10 +240,8 @@ def reveal(options: Mapping[str, Any], table: str) -> dict[str, Any]:
       UserError: there is no such variable, or the secret is that of a run directory, which does not
         hold it.
     """
-    return {
-        name: _revealed(value, f"{table}.{name}", _names_one(name))
-        for name, value in options.items()
-    }
+    revealed: dict[str, Any] = _revealed(options, table, False)
+    return revealed
 
 
 def _revealed(value: Any, key: str, inside: bool, listed: bool = False) -> Any:
@@ -251,7 +274,7 @@ def _names_one(name: object) -> bool:
     """Whether a name is that of a secret."""
     if str(name).endswith("_variable"):  # it names a variable of the environment
         return False
-    words, together = _words(name), {f"{before}key" for before in _KEYS}
+    words, together = _words(name), {f"{x}key" for x in _KEYS} | {f"{x}pass" for x in _LOGINS}
     harmless = {"key": _PLAIN_KEYS, "token": _PLAIN_TOKENS}
     if len(words) == 2 and words[0] in harmless.get(words[1], ()):
         return False
@@ -278,6 +301,19 @@ def _in_query(name: str) -> bool:
     return _names_one(name) or bool(_SIGNED & set(_words(name)))
 
 
+def _is_pass(name: object, value: object) -> bool:
+    """Whether a value is a password by the short name, which has other meanings too."""
+    return (
+        str(name).lower() == "pass" and isinstance(value, str) and _is_given("pass", value, False)
+    )
+
+
+def _is_digits(name: object, value: object) -> bool:
+    """Whether a number is a secret by its name."""
+    is_long = type(value) is int and abs(value) >= _LONG_NUMBER
+    return is_long and re.search(f"(?i){_CLEAR}$", str(name)) is not None
+
+
 def _is_name(value: object) -> bool:
     return isinstance(value, str) and _names_one(value)
 
@@ -287,8 +323,13 @@ def _is_secret_flag(value: object) -> bool:
     if not isinstance(value, str):
         return False
     match = _FLAG.fullmatch(value)
-    named = match is not None and (_names_one(match[1]) or match[1].lower() == "pass")
+    named = match is not None and (_names_one(match[1]) or match[1].lower() in ("pass", "pat"))
     return match is not None and match[2] is None and named
+
+
+def _is_flagged(option: object, value: object) -> bool:
+    """Whether a value is a secret by the option that it stands behind."""
+    return (_is_secret_flag(option) and not _is_number(value)) or _is_login(option, value)
 
 
 def _is_login(option: object, value: object) -> bool:
@@ -306,6 +347,11 @@ def _is_secret(value: object, inside: bool) -> bool:
         return False
     if inside or _HEADER.fullmatch(value) is not None or _FORMS.search(value) is not None:
         return True
+    if value.lstrip()[:1] in ("{", "["):
+        with contextlib.suppress(ValueError, RecursionError):
+            written = json.loads(value)
+            if _hidden(written, False) != written:
+                return True
     pairs = [[x for x in m.groups() if x is not None] for m in _ASSIGNED.finditer(value)]
     pairs += [[m[1], m[2]] for m in _FLAG.finditer(value) if m[2]]
     signed = {
@@ -329,5 +375,5 @@ def _is_given(name: str, value: str, in_address: bool) -> bool:
 
 def _words(name: object) -> list[str]:
     """The words that a name is written of, in small letters and without a plural."""
-    words = [w.lower() for w in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", str(name))]
+    words = [w.lower() for w in re.findall(r"[A-Z]+s?(?![a-z])|[A-Z]?[a-z]+", str(name))]
     return [w if w.endswith("ss") or w == "sas" else w.removesuffix("s") for w in words]

@@ -25,7 +25,7 @@ from jrl.system.memory import in_units
 _BLOCK = 1 << 18
 """Bytes that are looked through at a time; that takes up to fifty times as many."""
 _LONGEST_LINE = 1 << 28
-"""Bytes of a line of a compressed file, in which a line without end takes no room."""
+"""Bytes of a line; one without end takes no room in a compressed file, or in one with holes."""
 Check = Callable[[int, int], None]
 """Called with the number of the line that a piece of a text ends in, and its bytes so far."""
 _NEWLINE = 10
@@ -38,17 +38,27 @@ class JsonlDataset:
 
     Args:
       path: a UTF-8 file; empty lines are skipped.
+
+    Raises:
+      UserError: it has a line of more than 256 MiB.
     """
+
+    _counted = ""  # how the bytes of a line are counted
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with path.open("rb") as file:
             self._index(_blocks(file))
 
-    def _index(
-        self, blocks: Iterable[bytes], check: Callable[[int, int], None] | None = None
-    ) -> None:
-        self._starts, self._lines, self._size = index_lines(blocks, check)
+    def _index(self, blocks: Iterable[bytes]) -> None:
+        self._starts, self._lines, self._size = index_lines(blocks, self._check_line)
+
+    def _check_line(self, number: int, size: int) -> None:
+        if size > _LONGEST_LINE:  # which would be read whole before anybody looks at it
+            raise UserError(
+                f"{self.path}, line {number}: longer than {_LONGEST_LINE} bytes{self._counted};"
+                " write one record a line"
+            )
 
     def _read(self, start: int, end: int) -> bytes:
         with self.path.open("rb") as file:
@@ -90,13 +100,15 @@ class GzipDataset(JsonlDataset):
         there is no room for what it holds.
     """
 
+    _counted = ", decompressed"
+
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - read as long as self is
             weakref.finalize(self, self._file.close)
             with gzip.open(path, "rb") as file:
-                self._index(self._stored(_blocks(cast(IO[bytes], file))), self._check_line)
+                self._index(self._stored(_blocks(cast(IO[bytes], file))))
         except (OSError, EOFError, zlib.error) as error:
             raise UserError(f"{path} is not a readable gzip file: {error}") from None
 
@@ -116,13 +128,6 @@ class GzipDataset(JsonlDataset):
                 ) from None
             size += len(block)
             yield block
-
-    def _check_line(self, number: int, size: int) -> None:
-        if size > _LONGEST_LINE:  # which would be read whole before anybody looks at it
-            raise UserError(
-                f"{self.path}, line {number}: longer than {_LONGEST_LINE} bytes, decompressed;"
-                " write one record a line"
-            )
 
     def _read(self, start: int, end: int) -> bytes:
         return os.pread(self._file.fileno(), end - start, start)

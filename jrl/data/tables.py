@@ -7,9 +7,9 @@ import codecs
 import csv
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
 
@@ -34,8 +34,9 @@ class Dataset(Protocol):
         ...
 
 
-_LONGEST_FIELD = 1 << 30
-"""Characters of a CSV field; Python's own limit is 131,072, which conversations exceed."""
+_LONGEST = 1 << 28
+"""Characters of a CSV field and of a line; Python's own limit is 131,072, which conversations
+exceed."""
 
 
 class CsvDataset:
@@ -52,10 +53,10 @@ class CsvDataset:
         self.path = path
         self._rows: list[tuple[int, list[str]]] = []
         form, mark = ("TSV", "\t") if path.suffix.lower() == ".tsv" else ("CSV", ",")
-        usual, begin = csv.field_size_limit(_LONGEST_FIELD), 1
+        usual, begin = csv.field_size_limit(_LONGEST), 1
         try:
             with path.open(encoding="utf-8-sig", newline="") as file:
-                reader = csv.reader(file, strict=True, delimiter=mark)
+                reader = csv.reader(_lines(file), strict=True, delimiter=mark)
                 filled = (values for values in reader if any(values))  # sheets end in empty rows
                 self._names = next(filled, [])
                 if [name.lower() for name in self._names[:1]] == ["sep="]:  # as Excel notes it
@@ -119,6 +120,14 @@ class CsvDataset:
         return f"{self.path}, line {self._rows[index][0]}"
 
 
+def _lines(file: IO[str]) -> Iterator[str]:
+    """The lines of a file; csv.Error for one that is too long, before it is read whole."""
+    while line := file.readline(_LONGEST + 1):
+        if len(line) > _LONGEST:
+            raise csv.Error(f"a line is longer than {_LONGEST} characters")
+        yield line
+
+
 class JsonDataset:
     """The objects of a JSON file that holds one list; all of it is kept in memory.
 
@@ -131,6 +140,8 @@ class JsonDataset:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        # The bytes and their text, before there is any row.
+        check_fits(str(path), 2 * path.stat().st_size, "write one object a line, as FILE.jsonl")
         rows = parse_json(path.read_bytes(), str(path))
         if not isinstance(rows, list):
             raise UserError(
@@ -158,9 +169,10 @@ class JsonDataset:
 def holds_lines(path: Path) -> bool:
     """Whether a .json file has one object per line: the first line is one, and more follow."""
     with path.open("rb") as file:
-        first, second = next((line for line in file if line.strip()), b""), b""
+        lines = (line for line in iter(lambda: file.readline(_LONGEST), b"") if line.strip())
+        first, second = next(lines, b""), b""
         if first.removeprefix(codecs.BOM_UTF8).strip().startswith(b"{"):
-            second = next((line for line in file if line.strip()), b"")
+            second = next(lines, b"")
     try:
         return bool(second) and isinstance(json.loads(first.decode("utf-8-sig")), dict)
     except (ValueError, RecursionError):

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from jrl.episodes.gate import retrieve_error, run_within
 from jrl.episodes.host import EnvError
+from jrl.errors import class_name
 
 
 class Answer(NamedTuple):
@@ -201,7 +202,8 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
             result.set_result(value)
         else:
             # A future takes no StopIteration, and SystemExit and the like would end the loop.
-            taken = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            kind = type(error)  # not isinstance, which asks the error what it is
+            taken = issubclass(kind, Exception) and not issubclass(kind, StopIteration)
             result.set_exception(error if taken else EnvError(_words(error)))
 
     def work() -> None:
@@ -231,4 +233,5 @@ def _words(error: BaseException) -> str:
         text = str(error).strip().partition("\n")[0]
     except BaseException:  # an error whose text cannot be made ends its member like any other
         text = "an error without a text"
-    return text if isinstance(error, EnvError) else f"{type(error).__name__}: {text}"[:300]
+    own = issubclass(type(error), EnvError)  # not isinstance, which asks the error what it is
+    return text if own else f"{class_name(error)}: {text}"[:300]

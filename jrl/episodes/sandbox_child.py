@@ -135,6 +135,9 @@ _REFUSED = {
 _SOCKET, _FAMILIES = (41, 198), (2, 10, 16)
 """IPv4, IPv6, netlink: a network namespace holds them. It does not hold sockets to the host of a
 virtual machine (vsock), nor those with a path, by which services listen (unix); pairs stay."""
+_OPTION, _OF_SOCKETS, _SIZES = (54, 208), 1, (7, 8)
+"""setsockopt, SOL_SOCKET, and its SO_SNDBUF and SO_RCVBUF: what waits in a socket is memory of the
+kernel's, which no sum holds, and megabytes in each where it may be made larger than usual."""
 _REFUSED_BESIDE_OTHERS = {
     "socket": _SOCKET,  # socketpair stays, which asyncio and multiprocessing use
     # A process that leaves the group outlives the signal that ends the group.
@@ -147,7 +150,8 @@ _MODE_FILTER = 2
 _LOAD, _JUMP_EQUAL, _JUMP_ABOVE, _JUMP_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # classic BPF
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 _OTHER_ABI = 0x40000000  # x32 has numbers of its own for the same calls
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in what a filter reads
+_NUMBER, _ARCHITECTURE = 0, 4  # offsets in what a filter reads
+_FIRST_ARGUMENT, _SECOND, _THIRD = 16, 24, 32
 
 
 def filter_calls(libc: ctypes.CDLL, in_namespaces: bool) -> None:
@@ -176,6 +180,14 @@ def filter_calls(libc: ctypes.CDLL, in_namespaces: bool) -> None:
         (_LOAD, 0, 0, _FIRST_ARGUMENT),
         (_JUMP_BITS, 0, 1, _NAMESPACES),
         deny,
+        (_JUMP_EQUAL, 0, 7, _OPTION[which]),
+        (_LOAD, 0, 0, _SECOND),
+        (_JUMP_EQUAL, 0, 4, _OF_SOCKETS),
+        (_LOAD, 0, 0, _THIRD),
+        (_JUMP_EQUAL, 1, 0, _SIZES[0]),
+        (_JUMP_EQUAL, 0, 1, _SIZES[1]),
+        deny,
+        (_RETURN, 0, 0, _ALLOW),
         (_JUMP_EQUAL, 0, len(_FAMILIES) + 2, _SOCKET[which]),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),
         *((_JUMP_EQUAL, len(_FAMILIES) - i, 0, family) for i, family in enumerate(_FAMILIES)),

@@ -44,7 +44,7 @@ def words(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"[:300]
     except BaseException:
-        return type(error).__name__
+        return str(type.__dict__["__name__"].__get__(type(error)))  # whatever a metaclass says
 
 
 def fields(value: Any) -> Any:

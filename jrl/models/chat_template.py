@@ -26,6 +26,9 @@ TEMPLATES = "additional_chat_templates"
 MOST_SECONDS = 5.0
 """Time limit of one conversation; typical ones take a millisecond."""
 
+_LONGEST_REASON = 500
+"""Characters of a refusal, whose words a template may choose, too."""
+
 
 def find_templates(directory: Path, configured: Any) -> dict[str, str]:
     """Chat templates by name; a file of its own wins over tokenizer_config.json.
@@ -145,7 +148,7 @@ def render_here(template: str, variables: Mapping[str, Any], source: str) -> tup
         problem = "it needs more memory than there is; write the messages only"
     except Exception as error:  # what Python's operators raise: dividing by 0, text plus number
         problem = f"{type(error).__name__}: {str(error)[:200]}"
-    first = problem.partition("\n")[0]
+    first = problem.partition("\n")[0][:_LONGEST_REASON]
     raise UserError(f"the chat template of {source} says: {first}")
 
 

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jrl.errors import class_name, error_text
 from jrl.rewards.base import Returned, RewardFn, Sample
 from jrl.system.float32 import fits_float32
 
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
-_TEXT = 500
-"""Characters that a message takes of an error's text."""
+_TRACE = 4000
+"""Characters that a message takes of a traceback."""
 
 
 class Failure(NamedTuple):
@@ -63,21 +64,6 @@ def call(function: RewardFn, samples: list[Sample]) -> list[Returned] | Failure:
                 signal.setitimer(timer, 0)
 
 
-def error_text(error: BaseException) -> str:
-    """The text of an exception, shortened; a note if ``str`` of it raises."""
-    try:
-        # Without lone surrogates, which no terminal takes.
-        return str(error)[:_TEXT].encode("utf-8", "backslashreplace").decode()
-    except BaseException as another:
-        return f"(and its text raises {class_name(another)})"
-
-
-def class_name(value: object) -> str:
-    """The name of a value's class, whatever its metaclass says it is."""
-    name: str = type.__dict__["__name__"].__get__(type(value))
-    return name
-
-
 def _shown(value: object) -> str:
     """The beginning of a value's text; a note if ``repr`` of it raises."""
     try:
@@ -88,7 +74,7 @@ def _shown(value: object) -> str:
 
 def _trace() -> str:
     try:
-        return traceback.format_exc(limit=-3)[-8 * _TEXT :]
+        return traceback.format_exc(limit=-3)[-_TRACE:]
     except BaseException:
         return ""
 

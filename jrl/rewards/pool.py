@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jrl.errors import UserError, unknown_choice
+from jrl.errors import UserError, class_name, error_text, unknown_choice
 from jrl.rewards.base import Returned, RewardFn, Sample, total, unshared
-from jrl.rewards.call import Failure, call, class_name, error_text
+from jrl.rewards.call import Failure, call
 from jrl.rewards.rules import Rules
 from jrl.rewards.worker import attribute, pickled_call
 from jrl.rewards.workers import Job, Workers

@@ -22,8 +22,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol
 
+from jrl.errors import class_name, error_text
 from jrl.rewards.base import Returned, RewardFn, Sample
-from jrl.rewards.call import Failure, call, class_name, error_text
+from jrl.rewards.call import Failure, call
 from jrl.rewards.kill import TreeMemory, adopt_orphans, children, kill_tree, tree
 from jrl.rewards.priority import LOWEST, set_priority, waited_seconds
 from jrl.rewards.shared_memory import WrittenFiles

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -590,3 +591,16 @@ def test_a_warning_of_the_library_is_one_line(monkeypatch):
     assert shown[0] == "jrl: warning: step 2 is not saved\n"
     assert "elsewhere.py:1: UserWarning" in shown[1]
     assert warnings.formatwarning is usual
+
+
+def test_what_the_library_logs_has_no_secrets(monkeypatch, caplog):
+    logger = logging.getLogger("jrl")
+    filters = [*logger.filters]
+
+    def warns():
+        logger.warning("environment: %d failed: %s", 2, "https://me:abcd1234@host?api_key=abcd1234")
+
+    monkeypatch.setattr(app.registered_commands[-1], "callback", warns)
+    assert CliRunner().invoke(app, ["show-config"]).exit_code == 0
+    assert caplog.messages == ["environment: 2 failed: https://(hidden)host?api_key=(hidden)"]
+    assert logger.filters == filters

@@ -199,6 +199,24 @@ SECRETS = {
     "a header in quotes": "serve -H 'X-Api-Key: abcd1234'",
     "a crawler": "fc-0123456789abcdef0123456789abc123"[:31] + "1234",
     "a refresh token": "1//0abcdefghijklmnop1234",
+    "APIKey": "abcd1234",
+    "HFToken": "abcd1234",
+    "DBPassword": "abcd1234",
+    "JWTs": "abcd1234",
+    "oauth": "abcd1234",
+    "dbpass": "abcd1234",
+    "pass": "abcd1234",
+    "password": 12341234,
+    "json of a command": '{"command": ["serve", "--api-key", "abcd1234"]}',
+    "json of headers": '[["x-api-key", "abcd1234"]]',
+    "json of variables": '{"env": [{"name": "API_KEY", "value": "abcd1234"}]}',
+    "json with a number": '{"api_key": 12341234}',
+    "json in json": '{"settings": "{\\"token\\": \\"abcd1234\\"}"}',
+    "by pat": ["serve", "--pat", "abcd1234"],
+    "an app of slack": "xapp-1-abcd1234-abcd1234",
+    "gitlab's deployments": "gldt-abcdefgh1234ABCD",
+    "google's client": "GOCSPX-abcdefgh1234ABCD",
+    "refresh of github": "ghr_0123456789abcdef1234",
 }
 HARMLESS = {
     "eos_token": "</s>",
@@ -236,6 +254,11 @@ HARMLESS = {
     "form": "Answer with token=word",
     "layers": "fc-layers-1024",
     "stage": ["run", "--pass", "2"],
+    "listed": '["token", "answer"]',
+    "counted": '{"max_tokens": 131072}',
+    "max_tokens_of_all": 1_000_000,
+    "compass": "north",
+    "numKVHeads": "8",
 }
 
 
@@ -288,6 +311,9 @@ def test_the_environment_gives_what_stands_beside_a_name(value, monkeypatch):
         "authorization=Bearer abcd1234",
         "the headers x-api-key: abcd1234, accept: text",
         "api_key: abcd1234: refused",
+        "MCP server ['npx', '-y', '--api-key', 'abcd1234', '--port', '80'] does not answer",
+        "MCP server ['curl', '-u', 'me:abcd1234'] does not answer",
+        "the command --password 'horse abcd1234' ends with 1",
     ],
 )
 def test_what_a_message_says_of_a_secret_by_its_name_is_hidden(text):
@@ -323,6 +349,8 @@ def test_messages_hold_no_secrets():
         "data.answer_key = 'final_answer'; there is no such field",
         "rewards.j.key_variable = 'THE_JUDGE_KEY' is not set",
         "data.file_pat = 'rows-*.jsonl' matches no file",
+        "data.server = ['npx', '--api-key', 'env:THE_KEY'] does not answer",
+        "MCP server ['npx', '--max-tokens', '500', '--token', '5'] does not answer",
     ],
 )
 def test_what_a_message_says_besides_is_shown(text):

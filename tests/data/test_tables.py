@@ -195,3 +195,30 @@ def test_a_line_without_end_of_a_small_file_is_named(tmp_path, monkeypatch):
     path.write_bytes(gzip.compress(b'{"question": "' + b"x" * 5000 + b'"}'))
     with pytest.raises(UserError, match="rows.jsonl.gz, line 1: longer than 1000 bytes"):
         open_dataset(str(path))
+
+
+def test_a_line_of_a_plain_file_has_a_bound_too(tmp_path, monkeypatch):
+    monkeypatch.setattr("jrl.data.lines._LONGEST_LINE", 1000)
+    monkeypatch.setattr("jrl.data.lines._BLOCK", 300)
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a": "' + bytes(2000))
+    with pytest.raises(UserError, match="rows.jsonl, line 2: longer than 1000 bytes; write one"):
+        open_dataset(str(path))
+
+
+@pytest.mark.parametrize("text", [b'a,b\n1,"', b"a,b\n1,"])
+def test_a_line_of_a_sheet_has_a_bound_too(text, tmp_path, monkeypatch):
+    monkeypatch.setattr("jrl.data.tables._LONGEST", 1000)
+    path = tmp_path / "rows.csv"
+    path.write_bytes(text + b"x" * 2000)
+    with pytest.raises(UserError, match="rows.csv, line 2: not a CSV file: a line is longer than"):
+        open_dataset(str(path))
+
+
+def test_a_json_list_beyond_the_memory_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    path = tmp_path / "rows.json"
+    path.write_text('[{"a": 1}]')
+    assert len(open_dataset(str(path))) == 1
+    monkeypatch.setattr("jrl.system.memory.host_bytes", lambda: 10)
+    with pytest.raises(UserError, match=r"rows.json: this takes at least .* as FILE.jsonl"):
+        open_dataset(str(path))

@@ -191,6 +191,22 @@ class Unspeakable(Exception):
         raise RuntimeError("no text")
 
 
+class _Unnamed(type):
+    @property
+    def __name__(cls):
+        raise RuntimeError("no name")
+
+
+class Nameless(Exception, metaclass=_Unnamed):
+    pass
+
+
+class Disguised(Exception):
+    @property
+    def __class__(self):
+        raise RuntimeError("no class")
+
+
 def answer_to(function, *arguments, seconds=5.0, cancel=False):
     """The answer to a call, as a run makes it."""
     with Calls() as calls:
@@ -215,6 +231,20 @@ def test_an_exception_is_the_answer_with_its_text(error, message):
         raise error
 
     assert answer_to(coroutine_env(episode).init, PROMPT, 0).error == message
+
+
+@pytest.mark.parametrize("error", ["Unspeakable", "Nameless", "Disguised"])
+def test_an_exception_that_hides_what_it_is_is_an_answer_before_its_deadline(error):
+    def fail():
+        raise globals()[error]("why")
+
+    async def fail_later():
+        fail()
+
+    for function in (fail, fail_later):
+        answer = answer_to(function)
+        assert not answer.timeout
+        assert answer.error.startswith(f"{error}: ")
 
 
 def test_a_call_that_takes_too_long_cancels_the_episode():

@@ -99,6 +99,12 @@ def test_a_fork_has_a_process_of_its_own_whoever_renders():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_refusal_in_the_templates_own_words_is_short():
+    with pytest.raises(UserError) as caught:
+        render("{{ raise_exception('x' * 10000000) }}", TALK, "DIR")
+    assert len(str(caught.value)) < 600
+
+
 class Role(enum.StrEnum):
     """Roles, as a user's own module may have them."""
 
