@@ -49,8 +49,8 @@ def layout(
         question = next((name for name in usual if has(first, name)), QUESTIONS[0])
     if answer == ANSWERS[0]:
         judged = "completion" in first  # TRL's unpaired preferences: label says whether it is good
-        usual = (name for name in ANSWERS if not (judged and name == "label"))
-        answer = next((name for name in usual if has(first, name)), answer)
+        names = [name for name in ANSWERS if not (judged and name == "label")]
+        answer = next((name for name in names if has(first, name)), answer)
     if answer is not None and not needs_answer and not has(first, answer):
         answer = None
     return question, answer
