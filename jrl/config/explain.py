@@ -196,10 +196,13 @@ def _near(table: str, name: str, inside: Sequence[str]) -> str:
 NAMES_ELSEWHERE = {
     "optimizer.learning_rate": "lr actor_lr",
     "optimizer.clip_norm": "max_grad_norm grad_clip max_norm gradient_clip gradient_clipping",
-    "optimizer.warmup_steps": "num_warmup_steps lr_warmup_steps",
+    "optimizer.warmup_steps": "num_warmup_steps lr_warmup_steps warmup_ratio lr_warmup_steps_ratio",
+    "optimizer.schedule": "lr_scheduler_type lr_scheduler",
+    "optimizer.weight_decay": "weight_decay",
     "train.prompts": "batch_size train_batch_size rollout_batch_size per_device_train_batch_size",
     "train.microbatches": "gradient_accumulation_steps grad_accum gradient_accumulation",
-    "train.steps": "max_steps total_steps num_steps total_training_steps iterations",
+    "train.steps": "max_steps total_steps num_steps total_training_steps iterations"
+    " num_train_epochs num_epochs total_epochs",
     "sampling.group": "n num_generations group_size n_samples_per_prompt rollout_n",
     "sampling.max_new_tokens": "max_tokens max_completion_length max_response_length max_length"
     " generate_max_len",
@@ -210,13 +213,20 @@ NAMES_ELSEWHERE = {
     "data.eval": "val_files eval_dataset test validation",
     "data.train": "train_files train_dataset dataset_name dataset",
     "model.path": "model_name model_name_or_path pretrain base_model",
+    "model.dtype": "torch_dtype bf16 fp16",
+    "model.remat": "gradient_checkpointing enable_gradient_checkpointing",
+    "method": "loss_type scale_rewards importance_sampling_level adv_estimator advantage_estimator",
+    "objective.kl_coef or objective.beta": "beta kl_loss_coef init_kl_coef",
+    "objective.clip_low and objective.clip_high": "epsilon clip_ratio cliprange eps_clip clip_eps",
+    "objective.clip_low": "clip_ratio_low eps_clip_low",
+    "objective.clip_high": "epsilon_high clip_ratio_high eps_clip_high",
     "objective.epochs": "num_iterations ppo_epochs",
     "eval.every": "eval_steps test_freq eval_interval",
     "checkpoint.every": "save_steps save_freq save_interval",
     "checkpoint.keep": "save_total_limit",
     "run.dir": "output_dir save_path default_local_dir",
     "log.to": "report_to logger",
-    "lora.rank": "r lora_r lora_rank",
+    "lora.rank": "r lora_r lora_rank use_peft peft_config",
     "lora.alpha": "lora_alpha",
     "lora.targets": "target_modules lora_target_modules",
     "mesh.tensor": "tp tensor_parallel_size tensor_model_parallel_size",
@@ -224,6 +234,16 @@ NAMES_ELSEWHERE = {
 }
 """Key -> names that other libraries have for it."""
 _KEYS = {name: key for key, names in NAMES_ELSEWHERE.items() for name in names.split()}
+
+
+def _of_deeper_tables(key: str, value: Any) -> tuple[str, Any]:
+    """The key and value inside an unknown table, where another library has it there; else as is."""
+    inner, inside = key, value
+    while isinstance(inside, Mapping) and len(inside) == 1:
+        name, inside = next(iter(inside.items()))
+        inner = f"{inner}.{name}"
+    known = inner.rpartition(".")[2].lower() in _KEYS and not isinstance(inside, Mapping)
+    return (inner, inside) if known else (key, value)
 
 
 def _unknown_key(key: str, value: Any, kind_name: str | None) -> str:
@@ -243,6 +263,7 @@ def _unknown_key(key: str, value: Any, kind_name: str | None) -> str:
         "watch",
         *(n.partition(".")[0] for n in names if "." in n),
     }
+    key, value = _of_deeper_tables(key, value)
     table, _, last = key.rpartition(".")
     siblings = [
         k

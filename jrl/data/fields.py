@@ -48,7 +48,9 @@ def layout(
         usual = _questions(first, chat)
         question = next((name for name in usual if has(first, name)), QUESTIONS[0])
     if answer == ANSWERS[0]:
-        answer = next((name for name in ANSWERS if has(first, name)), answer)
+        judged = "completion" in first  # TRL's unpaired preferences: label says whether it is good
+        names = [name for name in ANSWERS if not (judged and name == "label")]
+        answer = next((name for name in names if has(first, name)), answer)
     if answer is not None and not needs_answer and not has(first, answer):
         answer = None
     return question, answer
@@ -134,6 +136,8 @@ def _remedy(row: Mapping[str, Any], missing: Mapping[str, str], question: str) -
         )
     if "chosen" in row and "rejected" in row:
         return "it has chosen and rejected: read pairs by data.pairs=FILE"
+    if "completion" in row and "label" in row:
+        return "it has completion and label: read judged completions by data.pairs=FILE"
     if "instruction" in row and "input" in row and "question" in missing:
         return (
             "it has instruction and input: set data.fields.question to instruction, or where input"

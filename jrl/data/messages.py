@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import string
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -35,6 +36,8 @@ from jrl.types import NOTHING
 _dumps = functools.partial(json.dumps, ensure_ascii=False)
 Messages = list[dict[str, Any]]
 _THINK, _THOUGHT = "<think>", "</think>"
+_MESSAGE_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
+"""Beginning of messages in JSON, or as Python writes them."""
 _REASONS = "JRLREASONSJRL"
 """Placeholder for the reasons of an answer."""
 
@@ -57,6 +60,15 @@ def read_messages(value: Any, name: str, where: str) -> Messages:
     if not items:
         raise UserError(f"{where}: {name} must be text or a list of messages")
     return [_read_message(message, name, where) for message in items]
+
+
+def _refuse_message_text(value: str, name: str, where: str) -> None:
+    """Raises UserError for messages as text, as CSV has them: a user would say their braces."""
+    if _MESSAGE_TEXT.match(value) and "role" in value and "content" in value:
+        raise UserError(
+            f"{where}: {name} is text that holds messages, {value[:40]!r}; give a list of them, in"
+            " a JSONL or Parquet file"
+        )
 
 
 def _read_message(message: Any, name: str, where: str) -> dict[str, Any]:
@@ -165,6 +177,7 @@ def read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
 def answer_message(value: Any, name: str, where: str) -> dict[str, Any]:
     """A completion, text or one message of the assistant, as that message."""
     if isinstance(value, str):
+        _refuse_message_text(value, name, where)
         message: dict[str, Any] = {"role": "assistant", "content": value}
     else:
         messages = read_messages(value, name, where)
@@ -244,6 +257,8 @@ class Wording(NamedTuple):
             template holds one question alone.
         """
         if isinstance(value, str):
+            if self.template == "chat":
+                _refuse_message_text(value, name, where)
             messages: Messages = [{"role": "user", "content": value}]
         else:
             messages = read_messages(value, name, where)

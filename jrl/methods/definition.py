@@ -37,6 +37,18 @@ from jrl.user_code import made_by
 
 Build = Callable[..., Method]
 
+_OF_METHOD = "loss"
+_ELSEWHERE = {
+    **dict.fromkeys(("beta", "kl_loss_coef", "init_kl_coef"), "kl_coef"),
+    **dict.fromkeys(
+        ("epsilon", "clip_ratio", "cliprange", "eps_clip", "clip_ratio_low"), "clip_low"
+    ),
+    **dict.fromkeys(("epsilon_high", "clip_ratio_high"), "clip_high"),
+    **dict.fromkeys(("num_iterations", "ppo_epochs"), "epochs"),
+    **dict.fromkeys(("loss_type", "scale_rewards", "importance_sampling_level"), _OF_METHOD),
+}
+"""Names that TRL and verl have for coefficients -> those here."""
+
 _PAPER = re.compile(r'"([^"]+)" \(([^()]*(?:\([^()]*\)[^()]*)*)\)')
 _ARXIV = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
 _ANOTHERS = re.compile(r"the paper of ``(\w+)``")
@@ -160,9 +172,16 @@ class Published:
             else:
                 mistakes.lines.append(
                     f"{table}.{name} = {value!r}: {self.name} has no such coefficient;"
-                    f" {nearest(name, self.coefficients)}"
+                    f" {self._near(name)}"
                 )
         mistakes.check()
+
+    def _near(self, name: str) -> str:
+        """What a coefficient that the method lacks may have been meant for."""
+        here = _ELSEWHERE.get(name.lower(), name)
+        if here == _OF_METHOD and here not in self.coefficients:
+            return "the method says that: set method, such as dapo, dr_grpo or gspo"
+        return nearest(here, self.coefficients)
 
     def build(self, coefficients: Mapping[str, Any]) -> Method:
         """The method with these coefficients, not checked again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from jrl.rewards.exact import exact_reward
 from jrl.rewards.format import confidence, format_reward
 from jrl.rewards.instructions import instructions
 from jrl.rewards.math import math_reward
-from jrl.user_code import FORMS, PYTHON_PREFIX, check_options, load
+from jrl.user_code import FORMS, PYTHON_PREFIX, check_options, load, parameters_of
 
 if TYPE_CHECKING:
     from jrl.rewards.verdicts import Form as Form
@@ -183,6 +184,7 @@ def make_reward(name: str, key: str = "", /, **options: Any) -> RewardFn:
     name = {**RUNNING, **PUBLISHED, **OTHER_NAMES}.get(name, name)
     function = load(name, "rewards") if ":" in name else REWARDS[name]
     samples = form_of(function, key) == "samples"
+    _check_no_slip(function, options, key)
     # in the other forms an argument may be a column, which the data has or not
     check_options(function, options, key, first=int(samples), all_given=samples)
     if ours:
@@ -192,6 +194,21 @@ def make_reward(name: str, key: str = "", /, **options: Any) -> RewardFn:
     if name.startswith(PYTHON_PREFIX):  # a worker process could not find it by this name
         return functools.partial(adapted(function), **options)
     return UserReward(name, options)
+
+
+_KEYS_OF_PARTS = ("weight", "judge", "function", "missing", "range", "where", "over", "combine")
+"""Keys of a part's table that are no options of its function."""
+
+
+def _check_no_slip(function: Callable[..., Any], options: dict[str, Any], key: str) -> None:
+    """Raises UserError for a misspelt key, which ``**kwargs`` would take in silence."""
+    named = parameters_of(function, f"[{key}]")
+    for name in options.keys() - named.keys():
+        if near := difflib.get_close_matches(name, _KEYS_OF_PARTS, n=1, cutoff=0.8):
+            raise UserError(
+                f"{key}.{name} = {options[name]!r}; did you mean {key}.{near[0]}? If it is an"
+                " option of the function, write it as an argument"
+            )
 
 
 __all__ = [

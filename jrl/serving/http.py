@@ -333,7 +333,8 @@ def application(service: Service) -> Starlette:
     async def no_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {error.detail}"
-        if request.url.path.startswith("/v1/") and error.status_code == 404:
+        asks = request.method == "POST" or request.url.path.startswith("/v1/")  # also without /v1
+        if asks and error.status_code == 404:
             message += (
                 "; this server has POST /v1/chat/completions, /v1/completions and /v1/responses"
             )

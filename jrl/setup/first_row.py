@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jrl.config.reward_model import MODEL_NAMES
 from jrl.config.tables import Config
 from jrl.data.datasets import open_dataset
 from jrl.data.fields import ANSWERS, check_fields, layout
 from jrl.errors import UserError
-from jrl.rewards import ANSWERLESS, FROM_COLUMNS
+from jrl.rewards import ANSWERLESS, FROM_COLUMNS, FUNCTION_NAMES
 from jrl.rewards.columns import reads_answer
 from jrl.rewards.judge_prompts import asks_with_reference
 from jrl.user_code import load
@@ -38,7 +37,8 @@ def _reads_answer(name: str, function: str, options: Mapping[str, Any]) -> bool:
     if function == "judge":
         return asks_with_reference(options)
     if ":" not in function:
-        return function not in ANSWERLESS | FROM_COLUMNS and function not in MODEL_NAMES
+        # a misspelt name reads nothing: what makes the function names that mistake
+        return function in set(FUNCTION_NAMES) - ANSWERLESS - FROM_COLUMNS
     try:
         loaded = load(function, "rewards")
     except UserError:  # what calls the function names the mistake; a sampler calls none

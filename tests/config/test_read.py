@@ -1,6 +1,7 @@
 """Reading configurations: files, overrides, unknown keys, round trips."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,11 @@ UNKNOWN = {
     "sampling.num_generations=8": "did you mean sampling.group?",
     "data.prompt_key=text": "did you mean data.fields.question?",
     "train.ppo_epochs=2": "did you mean objective.epochs?",
+    "beta=0.04": "did you mean objective.kl_coef or objective.beta?",
+    "epsilon_high=0.28": "did you mean objective.clip_high?",
+    "train.loss_type=dapo": "did you mean method?",
+    "num_train_epochs=1": "did you mean train.steps?",
+    "actor_rollout_ref.rollout.n=5": "rollout.n = 5; did you mean sampling.group?",
 }
 
 
@@ -61,17 +67,19 @@ def test_an_address_is_no_directory(override):
     assert f"{key} = '{address}'; is an address; name a directory" in fails([override])
 
 
-@pytest.mark.parametrize("key", NAMES_ELSEWHERE)
-def test_keys_that_other_libraries_call_otherwise_are_there(key):
+@pytest.mark.parametrize("keys", NAMES_ELSEWHERE)
+def test_keys_that_other_libraries_call_otherwise_are_there(keys):
     names = {each.name for each in describe()}
     free = {
         "data.fields": ("question", "answer"),
-        "objective": ("epochs",),
+        "objective": ("epochs", "kl_coef", "beta", "clip_low", "clip_high"),
+        "optimizer": ("weight_decay",),
         "mesh": ("data", "tensor"),
     }
-    table, _, last = key.rpartition(".")
-    assert key in names or last in free[table]
-    assert not set(NAMES_ELSEWHERE[key].split()) & {name.rpartition(".")[2] for name in names}
+    for key in re.split(" or | and ", keys):
+        table, _, last = key.rpartition(".")
+        assert key in names or last in free[table]
+    assert not set(NAMES_ELSEWHERE[keys].split()) & {name.rpartition(".")[2] for name in names}
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,8 @@ def test_kinds_do_not_mix_and_messages_need_the_chat_template():
     label = {"prompt": "a", "completion": "b", "label": True}
     assert "line 2: labels after pairs; put them into separate files" in fails(PAIR, label)
     assert "set it to 'chat'" in fails(PAIRS["messages"], template="plain")
+    text = '[{"role": "assistant", "content": "4"}]'
+    assert "line 1: chosen is text that holds messages" in fails({**PAIR, "chosen": text})
     assert "the data has no rows" in fails()
     assert "data.overlong = 'cut'; choose from" in fails(PAIR, overlong="cut")
 

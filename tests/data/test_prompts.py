@@ -1,5 +1,7 @@
 """Prompts: templates, answers, and the length limit, whose victims are always counted."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -278,6 +280,22 @@ def test_published_layouts_are_read_as_they_are(row):
     assert prompts[0].text == "user:2+2?;assistant:"
     assert prompts[0].answer == "4"
     assert prompts[0].meta == {k: v for k, v in row.items() if k not in ("question", "answer")}
+
+
+def test_the_label_of_a_judged_completion_is_no_answer():
+    row = {"prompt": "2+2?", "completion": "4", "label": True}
+    with pytest.raises(UserError, match=r"no field 'answer'; it has completion and label: read .*"):
+        build(Rows([row]))
+    assert build(Rows([row]), needs_answer=False)[0][0].answer is None
+    assert build(Rows([row]), answer_key="label")[0][0].answer is True
+
+
+@pytest.mark.parametrize("text", [json.dumps(MESSAGES), str(MESSAGES)], ids=["json", "python"])
+def test_messages_as_text_are_refused(text):
+    with pytest.raises(UserError, match="line 1: question is text that holds messages"):
+        build(Rows([{"question": text, "answer": "4"}]))
+    with pytest.raises(UserError, match="is not in the built-in tokenizer's alphabet"):
+        build(Rows([{"question": '[{"role": 4}]', "answer": "4"}]))  # are no messages
 
 
 def test_a_path_names_a_field_of_a_field():

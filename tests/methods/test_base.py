@@ -5,6 +5,7 @@ import pytest
 
 from jrl.collect.groups import PlacedGroups
 from jrl.errors import UserError
+from jrl.methods import find_method
 from jrl.methods.base import Method, Schedule
 from jrl.methods.definition import paper_of, published, variant
 from jrl.methods.domains import Count, NonNegative
@@ -113,6 +114,20 @@ def test_a_coefficient_that_means_nothing_to_a_variant_is_not_offered():
         fixed(strength=1.0)
     with pytest.raises(TypeError, match="sample_method has no coefficient 'power'"):
         variant(sample_method, power=1.0)
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "hint"),
+    [
+        ("grpo", "beta", "did you mean 'kl_coef'"),
+        ("grpo", "epsilon_high", "did you mean 'clip_high'"),
+        ("grpo", "loss_type", "set method, such as dapo"),
+        ("dpo", "loss_type", "did you mean 'loss'"),
+    ],
+)
+def test_a_coefficient_by_the_name_of_another_library_is_told_this_ones(method, name, hint):
+    with pytest.raises(UserError, match=hint):
+        find_method(method).check("objective", {name: 0.1})
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,14 @@ def test_a_function_of_columns_in_a_file_and_in_workers(tmp_path):
     assert points.tolist() == [[1.0], [0.0]]
 
 
+def test_a_misspelt_key_is_no_option_that_any_arguments_take():
+    with python_values({"mine": of_trl, "named": lambda completions, weights: weights}):
+        with pytest.raises(UserError, match=r"weigth = 2; did you mean rewards.python:mine.weight"):
+            make_reward("python:mine", weigth=2)
+        make_reward("python:mine", level=2)
+        make_reward("python:named", weights=[1.0])
+
+
 def test_a_function_passed_in_python():
     with python_values({"mine": of_trl}):
         reward = make_reward("python:mine")

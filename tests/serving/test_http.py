@@ -570,9 +570,10 @@ def test_a_reply_says_what_its_logprobs_are_of(client):
 
 
 def test_unknown_paths_and_verbs(client, server):
-    status, reply = post(server, FINE, "/v1/embeddings")
-    assert status == 404
-    assert "this server has POST /v1/chat/completions" in reply["error"]["message"]
+    for path in ("/v1/embeddings", "/chat/completions"):  # of a base URL without /v1
+        status, reply = post(server, FINE, path)
+        assert status == 404
+        assert "this server has POST /v1/chat/completions" in reply["error"]["message"]
     assert post(server, FINE, "/v1/models")[0] == 405
     connection = http.client.HTTPConnection(server.host, server.port, timeout=10)
     with contextlib.closing(connection):

@@ -42,6 +42,8 @@ def rollout(completion, **state): return 1.0
         ("{a={function='judge', model='m', form='own.py:form'}}", True),
         ("sandbox_fusion", False),
         ("{}", True),
+        ("maths", False),  # no such reward, which is the mistake to name
+        ("own.py", False),
     ],
 )
 def test_rows_need_an_answer_where_a_reward_reads_it(rewards, needed, tmp_path, monkeypatch):
