@@ -8,6 +8,7 @@ import pathlib
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -114,7 +115,10 @@ def test_a_slice_that_nobody_named_is_shown():
     assert not subprocess.run(line, capture_output=True, text=True, check=True).stderr
 
 
-@pytest.mark.parametrize("topology", ["h100x8", "v9z:4x4", "v5e:4xa"])
+NO_SLICES = ["h100x8", "v9z:4x4", "v5e:4xa", "v5e:5x5", "v6e:0x4", "v5e:08x8", "v5p:4x4"]
+
+
+@pytest.mark.parametrize("topology", NO_SLICES)
 def test_a_topology_of_no_tpu_ends_before_anything_is_built_or_submitted(topology, tmp_path):
     """The commands that would do it are in front of the PATH, and leave a file when called."""
     for name in ("docker", "xpk", "gcloud"):
@@ -348,6 +352,36 @@ def test_what_is_missing_is_named():
     assert "nothing to run" in script("launch.sh", "--zone", "z", ok=False)
     assert "unknown option --nome" in script("status.sh", "--nome", "x", ok=False)
     assert "topology v9:1x1" in script("create.sh", "--zone", "z", "--topology", "v9:1x1", ok=False)
+
+
+def test_an_option_without_a_value_or_with_a_wrong_one_is_named():
+    words = ("--", "c.toml", "run.dir=d")
+    for name, options, message in (
+        ("create.sh", ["--zone"], "--zone has no value; --help shows it"),
+        ("gke.sh", ["--zone", "z", "--cluster", ""], "--cluster has no value; --help shows it"),
+        ("slurm.sh", ["--gpus"], "--gpus has no value; --help shows it"),
+        ("slurm.sh", ["--gpus", "many", *words], "--gpus many; write a whole number from 1"),
+        ("slurm.sh", ["--nodes", "0", *words], "--nodes 0; write a whole number from 1"),
+        ("stop.sh", ["--local", "x"], "--local x; write a whole number from 1"),
+    ):
+        assert script(name, "--dry-run", *options, ok=False) == f"{name}: {message}\n"
+
+
+def test_a_directory_that_shells_of_hosts_would_split_is_refused(tmp_path):
+    for name, directory in (("setup.sh", "my jrl"), ("stop.sh", "/mnt/jrl"), ("logs.sh", "$x")):
+        error = script(name, "--dry-run", "--zone", "z", "--dir", directory, ok=False)
+        assert error.startswith(f"{name}: --dir {directory}; write a directory below the home")
+    # Of processes on this machine it may be any.
+    script("status.sh", "--local", "1", "--dir", str(tmp_path / "my runs"))
+    assert (tmp_path / "my runs" / "host-0").is_dir()
+
+
+def test_a_command_that_is_not_installed_is_named(tmp_path):
+    for name in ("bash", "dirname", "basename", "sed", "git"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    line = ["--zone", "z", "--topology", "v5e:4x4"]
+    error = script("create.sh", *line, ok=False, PATH=str(tmp_path))
+    assert error.startswith("create.sh: gcloud is not on PATH; install it")
 
 
 def test_a_mistake_in_the_configuration_is_found_before_anything_starts(tmp_path):

@@ -12,7 +12,7 @@
 PLAN='' others=()
 while [ $# -gt 0 ]; do
   case $1 in
-    --plan) PLAN=${2:?}; shift ;;
+    --plan) value_of "$@"; PLAN=$2; shift ;;
     --) others+=("$@"); break ;;
     *) others+=("$1") ;;
   esac

@@ -8,6 +8,11 @@ SPOT= QUEUED= GUESSED= RUNTIME= FOLLOW= LOCAL= REST=()
 usage() { sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; exit "${1:-0}"; }
 fail() { echo "$(basename "$0"): $*" >&2; exit 2; }
 
+# Ends unless an option, $1, has a value, $2.
+value_of() { [ -n "${2:-}" ] || fail "$1 has no value; --help shows it"; }
+
+whole_number() { [[ $2 =~ ^[1-9][0-9]*$ ]] || fail "$1 $2; write a whole number from 1"; }
+
 # The path of CONFIG on this machine: as written, or else from the root of the checkout.
 path_of() {
   local ours
@@ -29,20 +34,26 @@ parse() {
   [ -n "$TOPOLOGY" ] || [ ${#REST[@]} = 0 ] || TOPOLOGY=$(slice_of "${REST[0]}")
   [ -n "$TOPOLOGY" ] || GUESSED=${REST[0]:-}
   TOPOLOGY=${TOPOLOGY:-v5e:4x4}
-  [[ $SLICES =~ ^[1-9][0-9]*$ ]] || fail "--slices $SLICES; write a whole number from 1"
+  whole_number --slices "$SLICES"
+  if [ -n "$LOCAL" ]; then
+    whole_number --local "$LOCAL"
+  elif [[ ! $DIR =~ ^[A-Za-z0-9._][A-Za-z0-9._/-]*$ ]]; then
+    # A path for a shell and for scp on other machines, which read blanks in their own ways.
+    fail "--dir $DIR; write a directory below the home of the hosts, in letters, digits and . _ - /"
+  fi
 }
 
 options() {
   while [ $# -gt 0 ]; do
     case $1 in
-      --name) NAME=${2:?}; shift ;;
-      --topology) TOPOLOGY=${2:?}; shift ;;
-      --slices) SLICES=${2:?}; shift ;;
-      --zone) ZONE=${2:?}; shift ;;
-      --project) PROJECT=${2:?}; shift ;;
-      --dir) DIR=${2:?}; shift ;;
-      --runtime) RUNTIME=${2:?}; shift ;;
-      --local) LOCAL=${2:?}; shift ;;
+      --name) value_of "$@"; NAME=$2; shift ;;
+      --topology) value_of "$@"; TOPOLOGY=$2; shift ;;
+      --slices) value_of "$@"; SLICES=$2; shift ;;
+      --zone) value_of "$@"; ZONE=$2; shift ;;
+      --project) value_of "$@"; PROJECT=$2; shift ;;
+      --dir) value_of "$@"; DIR=$2; shift ;;
+      --runtime) value_of "$@"; RUNTIME=$2; shift ;;
+      --local) value_of "$@"; LOCAL=$2; shift ;;
       --spot) SPOT=1 ;;
       --queued) QUEUED=1 ;;
       --follow) FOLLOW=1 ;;
@@ -83,7 +94,9 @@ need_run_dir() {
 
 # Runs a command, or prints it as it would be typed.
 run() {
-  if [ -n "$DRY" ]; then printf '%q ' "$@"; echo; else "$@"; fi
+  if [ -n "$DRY" ]; then printf '%q ' "$@"; echo; return; fi
+  command -v "$1" > /dev/null || fail "$1 is not on PATH; install it, or see the commands with --dry-run"
+  "$@"
 }
 
 need_zone() {
@@ -100,8 +113,10 @@ chips() {
 
 # Cloud TPU's name of the accelerator, which counts cores for v4 and v5p, chips for others.
 accelerator() {
-  [[ $TOPOLOGY =~ ^(v4|v5e|v5p|v6e):[0-9]+(x[0-9]+)*$ ]] \
-    || fail "topology $TOPOLOGY; write v4:SHAPE, v5e:SHAPE, v5p:SHAPE or v6e:SHAPE, such as v5e:4x4"
+  local flat='1x1|2x2|2x4|4x4|4x8|8x8|8x16|16x16' solid='[1-9][0-9]*(x[1-9][0-9]*){2}'
+  [[ $TOPOLOGY =~ ^((v5e|v6e):($flat)|(v4|v5p):$solid)$ ]] \
+    || fail "topology $TOPOLOGY; write v4:SHAPE, v5e:SHAPE, v5p:SHAPE or v6e:SHAPE, such as v5e:4x4 or" \
+    "v5p:4x4x8"
   [ -z "$GUESSED" ] || echo "$GUESSED names no slice: $TOPOLOGY; --topology names another" >&2
   case $TOPOLOGY in
     v4:*) echo "v4-$((2 * $(chips)))" ;;
@@ -128,10 +143,11 @@ nodes() {
 
 # Runs a line of shell on every host of every slice; with --local N, in N directories here.
 on_hosts() {
-  local line=$1 node host
+  local line=$1 node host dir
   if [ -n "$LOCAL" ]; then
     for host in $(seq 0 $((LOCAL - 1))); do
-      run env "JRL_HOST=$host" bash -c "mkdir -p $DIR/host-$host; cd $DIR/host-$host || exit; $line"
+      dir=$(printf %q "$DIR/host-$host")
+      run env "JRL_HOST=$host" bash -c "mkdir -p $dir; cd $dir || exit; $line"
     done
     return
   fi

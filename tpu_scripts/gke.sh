@@ -14,8 +14,8 @@ ROOT=$(cd "$(dirname "$0")/.." && pwd)
 CLUSTER= IMAGE= BUILD= DELETE= others=()
 while [ $# -gt 0 ]; do
   case $1 in
-    --cluster) CLUSTER=${2:?}; shift ;;
-    --image) IMAGE=${2:?}; shift ;;
+    --cluster) value_of "$@"; CLUSTER=$2; shift ;;
+    --image) value_of "$@"; IMAGE=$2; shift ;;
     --build) BUILD=1 ;;
     --delete) DELETE=1 ;;
     --) others+=("$@"); break ;;

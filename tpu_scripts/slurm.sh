@@ -10,10 +10,10 @@
 NODES=1 GPUS=8 TIME=24:00:00 PARTITION= others=()
 while [ $# -gt 0 ]; do
   case $1 in
-    --nodes) NODES=${2:?}; shift ;;
-    --gpus) GPUS=${2:?}; shift ;;
-    --time) TIME=${2:?}; shift ;;
-    --partition) PARTITION=${2:?}; shift ;;
+    --nodes) value_of "$@"; NODES=$2; shift ;;
+    --gpus) value_of "$@"; GPUS=$2; shift ;;
+    --time) value_of "$@"; TIME=$2; shift ;;
+    --partition) value_of "$@"; PARTITION=$2; shift ;;
     --) others+=("$@"); break ;;
     *) others+=("$1") ;;
   esac
@@ -21,6 +21,8 @@ while [ $# -gt 0 ]; do
 done
 parse ${others[@]+"${others[@]}"}
 [ ${#REST[@]} -gt 0 ] || fail "nothing to run; write -- CONFIG KEY=VALUE ... at the end"
+whole_number --nodes "$NODES"
+whole_number --gpus "${GPUS##*:}"
 check_config "${REST[@]}"
 need_run_dir "${REST[@]}"
 line=$(printf '%q ' "${REST[@]}")

@@ -137,8 +137,10 @@ def parse_topology(name: str) -> Topology:
     >>> parse_topology("v5e:4x4").chips, parse_topology("2*h100x8").chips
     (16, 16)
     """
-    match = re.fullmatch(r"(?:(\d+)\*)?([a-z]\w*?)[:x](\d+(?:x\d+)*)", name)
+    match = re.fullmatch(r"(?:(\d{1,9})\*)?([a-z]\w*?)[:x](\d{1,9}(?:x\d{1,9})*)", name)
     if match is None or match[1] == "0":
+        if (meant := _accelerator(name)) is not None:
+            raise UserError(f"topology = {name!r}; did you mean {meant}?")
         raise UserError(
             f"topology = {name!r}; write CHIP:SHAPE such as v5e:4x4 for a TPU slice and GPUxCOUNT"
             " such as h100x8 for a host of GPUs, with several NUMBER*..., such as 2*v5e:16x16"
@@ -167,6 +169,25 @@ def spelled(family: str, shape: str, slices: int = 1) -> str:
     """
     several = f"{slices}*" if slices > 1 else ""
     return f"{several}{family}{'x' if CHIPS[family].platform == 'gpu' else ':'}{shape}"
+
+
+def _accelerator(name: str) -> str | None:
+    """The topology of an accelerator type of Google Cloud, or of other letters; None if unknown."""
+    several, _, last = name.strip().lower().rpartition("*")
+    if match := re.fullmatch(r"(v4|v5e|v5litepod|v5p|v6e)-(\d{1,9})", last):
+        family = "v5e" if match[1] == "v5litepod" else match[1]
+        cores = 2 if CHIPS[family].dimensions == 3 else 1  # of a chip, as these names count
+        shapes = {int(np.prod([*map(int, s.split("x"))])): s for s in SHAPES[family]}
+        if (shape := shapes.get(int(match[2]) // cores)) is None or int(match[2]) % cores:
+            return None
+        last = spelled(family, shape)
+    meant = f"{several}*{last}" if several else last
+    if meant == name:
+        return None
+    try:
+        return parse_topology(meant).name
+    except UserError:
+        return None
 
 
 def _cuboid(family: str, sizes: tuple[int, ...]) -> bool:

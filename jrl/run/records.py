@@ -174,6 +174,11 @@ class RunRecords:
         """The run directory."""
         return str(self._writer.dir)
 
+    @property
+    def unread(self) -> bool:
+        """Whether the run has files of an earlier call, and has not resumed from them."""
+        return self._writer.resuming and self._done is None
+
     # ------------------------------------------------------------ where a run begins
 
     def restore(self, state: TrainState) -> tuple[TrainState, dict[str, Any]] | None:

@@ -134,7 +134,8 @@ def run_config(
             return _run(Training(run, shardings, records, stopping, pool, echo, step), state)
         except UserError as error:
             saved = what_is_saved(records.dir)
-            if saved in str(error) or isinstance(error, RunMoved):
+            # One that names what is wrong with a checkpoint: the same command meets it again.
+            if records.unread or saved in str(error) or isinstance(error, RunMoved):
                 raise
             first, *more = str(error).split("\n")
             raise type(error)("\n".join([f"{first}; {saved}", *more])) from error

@@ -78,8 +78,8 @@ def read_contents(
     layout = meta["leaves"]
     if (holds := meta.get("step", step)) != step:  # older checkpoints do not say
         raise UserError(
-            f"{label} holds step {holds}: directories of steps were renamed; give each the number"
-            " of the step that it holds"
+            f"{label} holds step {holds}: directories of steps were renamed or copied; give each"
+            " the number of the step that it holds, and delete copies"
         )
     _check_layout(label, layout, leaves, subset)
     lifted = {} if subset else _lifted(meta["extra"])

@@ -46,14 +46,18 @@ def start(
       silence_seconds: how long a lost process goes unnoticed.
 
     Raises:
-      UserError: one of the three is missing or no number, or the others did not come.
+      UserError: one of the three is missing or no number, ``JRL_DISTRIBUTED`` is something else,
+        or the others did not come.
     """
     coordinator = coordinator or os.environ.get(COORDINATOR)
     processes = _number(PROCESSES) if processes is None else processes
     process = _number(PROCESS) if process is None else process
     silence = silence_seconds or _number("JRL_SILENCE_SECONDS") or SILENCE_SECONDS
     settings = {COORDINATOR: coordinator, PROCESSES: processes, PROCESS: process}
-    automatic = os.environ.get(DETECT) == "auto"
+    if (detect := os.environ.get(DETECT, "")) not in ("", "auto"):
+        # Ignored, it would let every host train a run of its own.
+        raise UserError(f"{DETECT} = {detect!r}; must be auto, or not set")
+    automatic = detect == "auto"
     if all(value is None for value in settings.values()) and not automatic:
         return
     if jax.distributed.is_initialized():
@@ -66,6 +70,8 @@ def start(
             )
         assert processes is not None
         assert process is not None
+        if processes < 1:
+            raise UserError(f"processes = {processes}; must be at least 1")
         if not 0 <= process < processes:
             raise UserError(f"process = {process}; must be 0 to {processes - 1}")
         host, _, port = (coordinator or "").rpartition(":")

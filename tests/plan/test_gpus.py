@@ -76,6 +76,29 @@ def test_hosts_of_gpus_have_names_and_unknown_ones_are_refused_with_the_known():
     assert several(two, 12) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("v5litepod-16", "v5e:4x4"),
+        ("2*v6e-256", "2*v6e:16x16"),
+        ("v5p-128", "v5p:4x4x4"),  # cores
+        ("v4-8", "v4:2x2x1"),
+        (" V5E:4X4", "v5e:4x4"),
+        ("H100x8", "h100x8"),
+    ],
+)
+def test_names_of_accelerators_and_other_letters_are_told_the_topology(name, meant):
+    with pytest.raises(UserError) as raised:
+        parse_topology(name)
+    assert str(raised.value) == f"topology = {name!r}; did you mean {meant}?"
+
+
+@pytest.mark.parametrize("name", ["v5p-127", "v5e-3", "2*2*v5e-16", "v5e-" + "9" * 5000])
+def test_names_of_no_accelerator_are_told_the_form(name):
+    with pytest.raises(UserError, match="write CHIP:SHAPE"):
+        parse_topology(name)
+
+
 def test_a_mesh_for_more_gpus_names_the_hosts(monkeypatch):
     config = load_config(CONFIGS / "gpu_14b_2_nodes.toml")
     with pytest.raises(UserError, match=r"16 chips.*h100x8 has 8.*--topology 2\*h100x8"):

@@ -278,6 +278,15 @@ def test_processes_share_work_and_a_lost_one_ends_the_other_within_a_bounded_tim
     [
         ({"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1"}, "JAX_NUM_PROCESSES, JAX_PROCESS_ID missing"),
         ({"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES = 'two'; must be a whole number"),
+        ({"JRL_DISTRIBUTED": "Auto"}, "JRL_DISTRIBUTED = 'Auto'; must be auto, or not set"),
+        (
+            {
+                "JAX_COORDINATOR_ADDRESS": "127.0.0.1:1",
+                "JAX_NUM_PROCESSES": "0",
+                "JAX_PROCESS_ID": "0",
+            },
+            "processes = 0; must be at least 1",
+        ),
     ],
 )
 def test_half_an_address_is_refused(env, message, monkeypatch):

@@ -409,6 +409,15 @@ def test_a_config_toml_that_was_edited_is_not_resumed(tmp_path):
     assert steps_logged(run) == [1, 2]
 
 
+def test_a_checkpoint_that_cannot_be_resumed_from_is_not_said_to_be(tmp_path):
+    run = tmp_path / "run"
+    go(run, "train.steps=1")
+    folder = run / "checkpoints"
+    shutil.copytree(folder / "00000001", folder / "00000002")
+    with pytest.raises(UserError, match=r"step 2 in .* holds step 1: .*; .* delete copies$"):
+        go(run, "train.steps=3")
+
+
 def test_logs_that_cannot_be_written_end_the_run_and_lose_no_record(tmp_path, monkeypatch):
     monkeypatch.setattr(metrics, "LOG_SECONDS", 0.0)
     run, files = tmp_path / "run", ("metrics.jsonl", "samples.jsonl")
