@@ -7,7 +7,7 @@
     def reward(completion, answer, ...)      # one completion -> a number, as in verifiers' rubrics
 
 A function is of columns when it takes ``completions``, ``completion_ids`` or ``prompts`` by name,
-or nothing but ``**columns``; it is verl's when it takes ``solution_str`` (or ``predict_str``,
+or ``**columns`` and no ``samples``; it is verl's when it takes ``solution_str`` (or ``predict_str``,
 ``model_output``, ``response`` beside ``ground_truth``) or ``solution_strs``, the latter called once
 for all samples of a step; it is verifiers' when it takes ``completion``, and is then called for
 each sample with those of ``prompt``, ``completion``, ``answer``, ``task``, ``info`` (of columns of
@@ -51,7 +51,8 @@ _TEXTS = ("predict_str", "model_output", "response")
 """Other names of verl's solution, of NeMo RL's, too, where there is a ``ground_truth``."""
 _ROLLOUT = "completion"
 _ASSISTANT = "assistant"
-_ONE_AT_A_TIME = ("answer", "prompt", "response", "sample", "text")
+_SAMPLES = "samples"
+_ONE_AT_A_TIME = ("prompt", "response", "sample", "text")
 
 Form = Literal["samples", "columns", "solution", "solutions", "rollout"]
 
@@ -83,7 +84,7 @@ def form_of(function: Callable[..., Any], key: str) -> Form:
         return "solution"
     if _BATCH in names:
         return "solutions"
-    if names.intersection(OWN_COLUMNS) or (takes_all and not names):
+    if names.intersection(OWN_COLUMNS):
         return "columns"
     if _ROLLOUT in names:
         return "rollout"
@@ -92,8 +93,11 @@ def form_of(function: Callable[..., Any], key: str) -> Form:
             f"{key}: the function takes environments, TRL's objects of its own rollouts; name the"
             " environment in data.env, which pays points itself, and read completions here"
         )
+    # Columns of the data alone, as (level, **kwargs): called with samples it would pay wrong points.
+    if takes_all and not names.intersection((_SAMPLES, *_ONE_AT_A_TIME)):
+        return "columns"
     first = next((p for p in parameters if p.kind is not p.KEYWORD_ONLY), None)
-    if first is None or first.name in _ONE_AT_A_TIME:
+    if first is None or first.name in ("answer", *_ONE_AT_A_TIME):
         signature = f"({', '.join(str(p) for p in parameters)})"
         raise UserError(f"{key}: the function takes {signature}; write {SIGNATURE}")
     return "samples"
@@ -171,8 +175,15 @@ def check_columns(function: Callable[..., Any], columns: Iterable[str], key: str
     if absent:
         raise UserError(
             f"{key}: the function takes {', '.join(absent)}, and the data has no such column;"
-            f" there are {', '.join(dict.fromkeys(names))}"
+            f" there are {', '.join(dict.fromkeys(names))}{_of_samples(function, form)}"
         )
+
+
+def _of_samples(function: Callable[..., Any], form: Form) -> str:
+    """What to write in a function that may have been meant to take samples."""
+    if form != "columns" or {p.name for p in _parameters(function)}.intersection(OWN_COLUMNS):
+        return ""
+    return f"; a function of samples names its first argument {_SAMPLES}"
 
 
 def _awaited(function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:

@@ -82,10 +82,21 @@ def of_anything(**kwargs):
     return [float(len(text)) for text in kwargs["completions"]]
 
 
+def of_column(level, **kwargs):
+    return [float(x) for x in level]
+
+
+def of_answer(answer, **kwargs):
+    return [float(text == x) for text, x in zip(kwargs["completions"], answer, strict=True)]
+
+
 def test_columns_need_not_be_completions():
     assert adapted(of_ids)(SAMPLES) == [float(len(s.tokens)) for s in SAMPLES]
     assert adapted(by_prompt)(SAMPLES) == [float(len(s.prompt.text)) for s in SAMPLES]
     assert adapted(of_anything)(SAMPLES) == [float(len(s.completion)) for s in SAMPLES]
+    assert adapted(of_column)(SAMPLES) == [float(s.prompt.meta["level"]) for s in SAMPLES]
+    assert adapted(of_answer)(SAMPLES) == [1.0, 0.0]
+    assert form_of(lambda samples, **options: [0.0], "rewards.mine") == "samples"
 
 
 WRONG = {
@@ -110,6 +121,8 @@ def test_a_column_that_the_data_lacks_is_named_with_those_there_are():
     check_columns(of_samples, [], "rewards.mine")
     with pytest.raises(UserError) as caught:
         check_columns(with_level, ["levle"], "rewards.mine")
+    with pytest.raises(UserError, match="a function of samples names its first argument samples"):
+        check_columns(lambda batch, **options: [0.0], [], "rewards.mine")
     assert "takes level, and the data has no such column" in str(caught.value)
     assert "prompts, completions, completion_ids, answer, levle" in str(caught.value)
 
