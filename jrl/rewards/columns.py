@@ -7,9 +7,9 @@
     def reward(completion, answer, ...)      # one completion -> a number, as in verifiers' rubrics
 
 A function is of columns when it takes ``completions``, ``completion_ids`` or ``prompts`` by name,
-or ``**columns`` and no ``samples``; it is verl's when it takes ``solution_str`` (or ``predict_str``,
+or ``**columns`` and no ``samples``; verl's when it takes ``solution_str`` (or ``predict_str``,
 ``model_output``, ``response`` beside ``ground_truth``) or ``solution_strs``, the latter called once
-for all samples of a step; it is verifiers' when it takes ``completion``, and is then called for
+for all samples of a step; verifiers' when it takes ``completion``, and is then called for
 each sample with those of ``prompt``, ``completion``, ``answer``, ``task``, ``info`` (of columns of
 these names), ``state`` (a dict of all these) and further columns that it
 takes. Columns are lists of one length: ``prompts``,
@@ -93,7 +93,7 @@ def form_of(function: Callable[..., Any], key: str) -> Form:
             f"{key}: the function takes environments, TRL's objects of its own rollouts; name the"
             " environment in data.env, which pays points itself, and read completions here"
         )
-    # Columns of the data alone, as (level, **kwargs): called with samples it would pay wrong points.
+    # Columns of the data alone, as (level, **kwargs): given samples it would pay wrong points.
     if takes_all and not names.intersection((_SAMPLES, *_ONE_AT_A_TIME)):
         return "columns"
     first = next((p for p in parameters if p.kind is not p.KEYWORD_ONLY), None)
