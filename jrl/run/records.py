@@ -409,12 +409,11 @@ class RunRecords:
         self._suspects = broken.suspects
         if NONFINITE in broken.stop:
             raise NonFinite(
-                f"step {done}: the gradient is not finite (reward {record.get('reward')}, loss "
-                f"{record['loss']}); its update was left out, and nothing was saved after it; "
-                f"{self._saved_text()}. The same command meets the same step: look for NaN "
-                "rewards in samples.jsonl, lower optimizer.learning_rate or optimizer.clip_norm in "
-                "another run.dir, or let a few pass with "
-                'watch.skipped_updates={above=0, steps=5, action="stop"}'
+                f"step {done}: the gradient is not finite ({self._why_not_finite(record)}); its "
+                f"update was left out, and nothing was saved after it; {self._saved_text()}. The "
+                "same command meets the same step: look for NaN rewards in samples.jsonl, lower "
+                "optimizer.learning_rate or optimizer.clip_norm in another run.dir, or let a few "
+                'pass with watch.skipped_updates={above=0, steps=5, action="stop"}'
             )
         self._reasons += broken.stop.values()
         if broken.rollback:
@@ -424,6 +423,14 @@ class RunRecords:
             raise unknown_choice("checkpoint.best", best, record)
         self._record = record
         return [*messages, *broken.warn.values()]
+
+    def _why_not_finite(self, record: Mapping[str, Any]) -> str:
+        """What a step whose gradient is not finite shows of the cause."""
+        if record.get("nonfinite_rewards"):
+            env = self.config.data.env
+            payer = f"data.env = {env!r}" if env else "a reward"
+            return f"{payer} paid NaN, infinity or more than float32 holds"
+        return f"reward {record.get('reward')}, loss {record['loss']}"
 
     def _check_saving(self) -> list[str]:
         """A warning where the save in the background has failed; this step is saved in its place.

@@ -229,6 +229,8 @@ def _begin(training: Training, state: TrainState) -> tuple[TrainState, dict[str,
     if (resumed := records.restore(state)) is not None:
         training.echo(f"resuming from step {int(resumed[0].step)} of {records.dir}")
         return resumed
+    if records.unread:
+        training.echo(f"no checkpoint is in {records.dir}: it begins again at step 1, logs too")
     if run.network.extras.split is not None and has_base(run.config):
         state = with_kept_base(run.config, run.network, state)  # was stopped before a checkpoint
     elif run.config.warmup.steps:

@@ -46,9 +46,9 @@ def no_report(monkeypatch):
     monkeypatch.setattr(running, "write_report", lambda directory: directory)
 
 
-def go(directory, *changes):
+def go(directory, *changes, echo=lambda line: None):
     place = f"run.dir={json.dumps(str(directory))}"
-    return train(load_config(None, [*TASK, *changes, place]), echo=lambda line: None)
+    return train(load_config(None, [*TASK, *changes, place]), echo=echo)
 
 
 def steps_logged(directory):
@@ -86,13 +86,42 @@ def test_a_run_that_is_not_finite_stops_each_time_and_keeps_its_last_good_step(t
         assert not (run / "summary.json").exists()
 
 
+GENEROUS = """
+import jax.numpy as jnp
+
+from jrl.zoo.envs.games.bandit import bandit
+
+
+def generous():
+    env = bandit(arms=2, turns=1)
+
+    def step(state, reply, count, key):
+        state, turn = env.step(state, reply, count, key)
+        return state, turn.replace(reward=jnp.full_like(turn.reward, jnp.inf))
+
+    return env._replace(step=step)
+"""
+
+
+def test_an_environment_in_the_program_that_pays_what_is_not_finite_is_named(tmp_path):
+    (tmp_path / "mine.py").write_text(GENEROUS)
+    env = f"{tmp_path}/mine.py:generous"
+    changes = (f"data={{env={json.dumps(env)}}}", "rewards={reward={}}", "train.steps=1")
+    with pytest.raises(NonFinite, match="float32 holds") as stopped:
+        go(tmp_path / "run", *changes)
+    assert f"(data.env = '{env}' paid NaN, infinity or more than" in str(stopped.value)
+
+
 def test_a_compiled_segment_with_a_bad_step_is_not_saved(tmp_path):
-    """The steps after the bad one are in the same program."""
+    """The steps after the bad one are in the same program; the second run says where it begins."""
     run = tmp_path / "run"
-    for _ in range(2):
+    changes = ("train.mode=compiled", "checkpoint.every=0", "train.steps=5", *EXPLODES)
+    for attempt in range(2):
+        lines = []
         with pytest.raises(NonFinite, match=f"no checkpoint is in {run}"):
-            go(run, "train.mode=compiled", "checkpoint.every=0", "train.steps=5", *EXPLODES)
+            go(run, *changes, echo=lines.append)
         assert saved(run) == []
+        assert any("begins again at step 1" in line for line in lines) == (attempt == 1)
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path, monkeypatch):
