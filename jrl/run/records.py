@@ -14,6 +14,7 @@ import jax
 
 from jrl.collect.sources import Groups
 from jrl.collect.sources_given import sizes_of
+from jrl.config.data import EnvData, EpisodeData
 from jrl.config.stored import stored_config
 from jrl.errors import Overdue, RunStopped, StorageError, UserError, unknown_choice
 from jrl.evaluate import Evaluator
@@ -427,8 +428,9 @@ class RunRecords:
     def _why_not_finite(self, record: Mapping[str, Any]) -> str:
         """What a step whose gradient is not finite shows of the cause."""
         if record.get("nonfinite_rewards"):
-            env = self.config.data.env
-            payer = f"data.env = {env!r}" if env else "a reward"
+            data = self.config.data
+            in_env = isinstance(data, EnvData | EpisodeData)
+            payer = f"data.env = {data.env!r}" if in_env else "a reward"
             return f"{payer} paid NaN, infinity or more than float32 holds"
         return f"reward {record.get('reward')}, loss {record['loss']}"
 
