@@ -429,8 +429,9 @@ class RunRecords:
         """What a step whose gradient is not finite shows of the cause."""
         if record.get("nonfinite_rewards"):
             data = self.config.data
-            in_env = isinstance(data, EnvData | EpisodeData)
-            payer = f"data.env = {data.env!r}" if in_env else "a reward"
+            payer = "a reward"
+            if isinstance(data, EnvData | EpisodeData):
+                payer = f"data.env = {data.env!r}"
             return f"{payer} paid NaN, infinity or more than float32 holds"
         return f"reward {record.get('reward')}, loss {record['loss']}"
 
