@@ -172,7 +172,8 @@ def record(lines: dict[str, str], before: str) -> str:
             "# The last run of the tests of each extra",
             "",
             "`make extras-test`: each extra alone with the library in a new environment, at the "
-            "newest version that the package index has. Seconds are those of testing. Skipped are "
+            "newest version that pip can install; one in parentheses is newer, but not all that it"
+            " needs is on the package index. Seconds are those of testing. Skipped are "
             "tests of other extras in the same files, and those that the machine cannot run.",
             "",
             *HEAD,
