@@ -39,7 +39,7 @@ from jrl.plan.memory import (
 )
 from jrl.plan.records import Plan, Program
 from jrl.plan.roofline import by_operation, each_alone, repeated, roofline, sent_bytes, total_bytes
-from jrl.plan.topology import Topology, compile_devices, larger, several
+from jrl.plan.topology import Topology, compile_devices, larger, parse_topology, several
 from jrl.plan.useful import decoding, floor_seconds, loop_trips, model_flops, sampler_runs
 from jrl.setup.gather import prepared_bytes
 from jrl.setup.run import Run
@@ -71,7 +71,10 @@ def plan_mesh(config: Config, topology: Topology) -> jax.sharding.Mesh:
         size = math.prod(axes.values()) if key == "mesh" or config.sampling.mesh else -1
         if size > 0 and size != topology.chips and not (key != "mesh" and config.placement):
             each = topology.chips // topology.slices
-            fitting = larger(topology, size / topology.slices) if size > each else None
+            written = config.plan.topology
+            fitting = written if parse_topology(written).chips == size else None
+            if fitting is None and size > each:
+                fitting = larger(topology, size / topology.slices)
             fitting = fitting or several(topology, size)
             such = f", such as --topology {fitting}" if fitting else ""
             raise UserError(
