@@ -233,7 +233,8 @@ NAMES_ELSEWHERE = {
     "mesh.data": "dp data_parallel_size",
 }
 """Key -> names that other libraries have for it."""
-_KEYS = {name: key for key, names in NAMES_ELSEWHERE.items() for name in names.split()}
+KEYS_ELSEWHERE = {name: key for key, names in NAMES_ELSEWHERE.items() for name in names.split()}
+"""Such a name -> the key."""
 
 
 def _of_deeper_tables(key: str, value: Any) -> tuple[str, Any]:
@@ -242,7 +243,7 @@ def _of_deeper_tables(key: str, value: Any) -> tuple[str, Any]:
     while isinstance(inside, Mapping) and len(inside) == 1:
         name, inside = next(iter(inside.items()))
         inner = f"{inner}.{name}"
-    known = inner.rpartition(".")[2].lower() in _KEYS and not isinstance(inside, Mapping)
+    known = inner.rpartition(".")[2].lower() in KEYS_ELSEWHERE and not isinstance(inside, Mapping)
     return (inner, inside) if known else (key, value)
 
 
@@ -274,8 +275,8 @@ def _unknown_key(key: str, value: Any, kind_name: str | None) -> str:
     if table.startswith("watch."):
         inside = list(WatchTable.model_fields)
     elsewhere = [name for name in names if name.rpartition(".")[2] == last]
-    if last.lower() in _KEYS and not elsewhere:
-        hint = f"did you mean {_KEYS[last.lower()]}?"
+    if last.lower() in KEYS_ELSEWHERE and not elsewhere:
+        hint = f"did you mean {KEYS_ELSEWHERE[last.lower()]}?"
     elif difflib.get_close_matches(last, inside, n=1) or (inside and not elsewhere):
         hint = _near(table, last, inside)
     elif elsewhere:  # the right name in the wrong table is a common slip

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jrl.config.explain import KEYS_ELSEWHERE
 from jrl.errors import Mistakes, UserError, nearest
 from jrl.methods.base import Method
 from jrl.methods.check_method import check_method
@@ -36,18 +37,6 @@ from jrl.types import Objective
 from jrl.user_code import made_by
 
 Build = Callable[..., Method]
-
-_OF_METHOD = "loss"
-_ELSEWHERE = {
-    **dict.fromkeys(("beta", "kl_loss_coef", "init_kl_coef"), "kl_coef"),
-    **dict.fromkeys(
-        ("epsilon", "clip_ratio", "cliprange", "eps_clip", "clip_ratio_low"), "clip_low"
-    ),
-    **dict.fromkeys(("epsilon_high", "clip_ratio_high"), "clip_high"),
-    **dict.fromkeys(("num_iterations", "ppo_epochs"), "epochs"),
-    **dict.fromkeys(("loss_type", "scale_rewards", "importance_sampling_level"), _OF_METHOD),
-}
-"""Names that TRL and verl have for coefficients -> those here."""
 
 _PAPER = re.compile(r'"([^"]+)" \(([^()]*(?:\([^()]*\)[^()]*)*)\)')
 _ARXIV = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
@@ -178,10 +167,12 @@ class Published:
 
     def _near(self, name: str) -> str:
         """What a coefficient that the method lacks may have been meant for."""
-        here = _ELSEWHERE.get(name.lower(), name)
-        if here == _OF_METHOD and here not in self.coefficients:
+        keys = KEYS_ELSEWHERE.get(name.lower(), "")
+        named = ["loss"] if keys == "method" else re.findall(r"objective\.(\w+)", keys)
+        here = next((key for key in named if key in self.coefficients), None)
+        if here is None and keys == "method":
             return "the method says that: set method, such as dapo, dr_grpo or gspo"
-        return nearest(here, self.coefficients)
+        return nearest(here or name, self.coefficients)
 
     def build(self, coefficients: Mapping[str, Any]) -> Method:
         """The method with these coefficients, not checked again."""
