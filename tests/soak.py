@@ -31,7 +31,7 @@ import time
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[1]
 REWARD = "def letters(samples):\n    return [float(s.completion.count('a')) for s in samples]\n"
-LOOK_SECONDS = 0.5
+LOOK_SECONDS = 0.1  # often, so that some look falls between two saves, which open files
 BOOT_SHARE, BOOT_SECONDS = 0.2, 10.0  # of the kills, and how far into the start they come
 
 

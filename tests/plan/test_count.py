@@ -48,8 +48,12 @@ def test_every_pod_file_names_a_slice_that_it_fits_and_is_counted_near_its_plan(
 @needs_libtpu
 def test_a_mesh_for_another_slice_names_the_option():
     config, _ = pod("pod_8b_v6e")
-    with pytest.raises(UserError, match=r"fsdp 64.*64 chips.*v5e:4x4 has 16.*--topology v5e:8x8"):
+    line = r"fsdp 64.*64 chips.*v5e:4x4 has 16.*--topology "
+    with pytest.raises(UserError, match=f"{line}v6e:8x8"):
         make_plan(config, parse_topology("v5e:4x4"), "counting")
+    unnamed, _ = pod("pod_8b_v6e", "plan.topology=v5e:4x4")
+    with pytest.raises(UserError, match=f"{line}v5e:8x8"):
+        make_plan(unnamed, parse_topology("v5e:4x4"), "counting")
 
 
 @needs_libtpu

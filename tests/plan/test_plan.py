@@ -284,12 +284,6 @@ def test_what_cannot_be_divided_is_refused_before_anything_is_compiled():
         assert re.search(expected, line), line
 
 
-def test_a_wrong_slice_is_told_the_one_that_the_file_names():
-    config = load_config(CONFIGS / "pod_8b_v6e.toml")
-    with pytest.raises(UserError, match="such as --topology v6e:8x8, or in the file"):
-        plan.plan_mesh(config, parse_topology("v5e:4x4"))
-
-
 def test_missing_sizes_are_named():
     config = build_config({"train": {"prompts": 8}})
     with pytest.raises(UserError, match=r"model.config are both missing"):
