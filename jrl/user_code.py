@@ -449,7 +449,7 @@ def error_with_line(error: BaseException, place: str) -> str:
       error: as it was caught.
       place: where it came from, if no line is known.
     """
-    if issubclass(type(error), SyntaxError):  # not isinstance, which asks the error what it is
+    if issubclass(type(error), SyntaxError):  # isinstance reads __class__, which may raise
         wrong = cast("SyntaxError", error)
         line = f", line {wrong.lineno}" if wrong.lineno else ""
         return f"{wrong.filename or place}{line}: {wrong.msg}"

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from jrl.episodes.gate import retrieve_error, run_within
 from jrl.episodes.host import EnvError
-from jrl.errors import class_name
+from jrl.errors import class_name, error_text
 
 
 class Answer(NamedTuple):
@@ -202,7 +202,7 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
             result.set_result(value)
         else:
             # A future takes no StopIteration, and SystemExit and the like would end the loop.
-            kind = type(error)  # not isinstance, which asks the error what it is
+            kind = type(error)  # isinstance reads __class__, which may raise
             taken = issubclass(kind, Exception) and not issubclass(kind, StopIteration)
             result.set_exception(error if taken else EnvError(_words(error)))
 
@@ -229,9 +229,6 @@ def _end_child(caller: int) -> None:
 
 
 def _words(error: BaseException) -> str:
-    try:
-        text = str(error).strip().partition("\n")[0]
-    except BaseException:  # an error whose text cannot be made ends its member like any other
-        text = "an error without a text"
-    own = issubclass(type(error), EnvError)  # not isinstance, which asks the error what it is
+    text = error_text(error).strip().partition("\n")[0]
+    own = issubclass(type(error), EnvError)  # isinstance reads __class__, which may raise
     return text if own else f"{class_name(error)}: {text}"[:300]

@@ -221,7 +221,7 @@ def answer_to(function, *arguments, seconds=5.0, cancel=False):
     ("error", "message"),
     [
         (ValueError("no such file"), "ValueError: no such file"),
-        (Unspeakable(), "Unspeakable: an error without a text"),
+        (Unspeakable(), "Unspeakable: (and its text raises RuntimeError)"),
         (SystemExit(3), "SystemExit: 3"),
         (StopIteration(), "RuntimeError: coroutine raised StopIteration"),
     ],
@@ -516,7 +516,7 @@ def test_a_failing_episode_ends_its_own_member_and_no_other():
 
     rows, counts = play_rows(coroutine_env(episode, limits=Limits(turns=2)))
     reasons = [reason for _, reason, *_ in rows if reason]
-    assert reasons == ["Unspeakable: an error without a text"]
+    assert reasons == ["Unspeakable: (and its text raises RuntimeError)"]
     assert counts["env_errors"] == 1
     stops = [stop for stop, *_ in rows]
     assert stops.count(StopReason.FAILED) == 1
