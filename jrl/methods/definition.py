@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jrl.config.explain import KEYS_ELSEWHERE
 from jrl.errors import Mistakes, UserError, nearest
 from jrl.methods.base import Method
 from jrl.methods.check_method import check_method
@@ -167,6 +166,8 @@ class Published:
 
     def _near(self, name: str) -> str:
         """What a coefficient that the method lacks may have been meant for."""
+        from jrl.config.explain import KEYS_ELSEWHERE  # with pydantic, which methods do without
+
         keys = KEYS_ELSEWHERE.get(name.lower(), "")
         named = ["loss"] if keys == "method" else re.findall(r"objective\.(\w+)", keys)
         here = next((key for key in named if key in self.coefficients), None)

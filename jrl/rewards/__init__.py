@@ -196,15 +196,15 @@ def make_reward(name: str, key: str = "", /, **options: Any) -> RewardFn:
     return UserReward(name, options)
 
 
-_KEYS_OF_PARTS = ("weight", "judge", "function", "missing", "range", "where", "over", "combine")
-"""Keys of a part's table that are no options of its function."""
-
-
 def _check_no_slip(function: Callable[..., Any], options: dict[str, Any], key: str) -> None:
     """Raises UserError for a misspelt key, which ``**kwargs`` would take in silence."""
-    named = parameters_of(function, f"[{key}]")
-    for name in options.keys() - named.keys():
-        if near := difflib.get_close_matches(name, _KEYS_OF_PARTS, n=1, cutoff=0.8):
+    unknown = options.keys() - parameters_of(function, f"[{key}]").keys()
+    if not unknown:
+        return
+    from jrl.config.tables import RewardTable  # with pydantic, which workers do without
+
+    for name in sorted(unknown):
+        if near := difflib.get_close_matches(name, RewardTable.model_fields, n=1, cutoff=0.8):
             raise UserError(
                 f"{key}.{name} = {options[name]!r}; did you mean {key}.{near[0]}? If it is an"
                 " option of the function, write it as an argument"
