@@ -30,7 +30,7 @@ from jrl.models.chat_frames import (
 )
 from jrl.models.file_tokenizer import FileTokenizer
 from jrl.models.tokenizer import Tokenizer
-from jrl.system.json_text import json_or_none, parse_json
+from jrl.system.json_text import parse_json
 from jrl.types import NOTHING
 
 _dumps = functools.partial(json.dumps, ensure_ascii=False)
@@ -121,14 +121,14 @@ def _read_calls(calls: Any, name: str, where: str) -> list[dict[str, Any]]:
 
 
 def _read_arguments(value: Any, where: str) -> Any:
-    """The arguments of a call as JSON has them; a text that is no JSON is None.
+    """The arguments of a call as JSON has them.
 
     Raises:
-      UserError: the text has two values for one key, of which a dict would lose one, or half of a
-        character; or a value is none of JSON's, such as NaN, which no parser of calls reads.
+      UserError: the text is no JSON, has two values for one key, of which a dict would lose one, or
+        half of a character; or a value is none of JSON's, such as NaN, which no parser reads.
     """
     if isinstance(value, str):
-        value = None if json_or_none(value) is None else parse_json(value, f"{where}: a tool call")
+        value = parse_json(value, f"{where}: a tool call")
     try:
         return json.loads(json.dumps(value, allow_nan=False, default=_of_numpy))
     except (ValueError, TypeError) as error:
