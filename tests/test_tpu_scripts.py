@@ -17,6 +17,7 @@ import tomllib
 import pytest
 
 from jrl.config import load_config
+from jrl.plan.topology import SHAPES
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "tpu_scripts"
@@ -113,6 +114,11 @@ def test_a_slice_that_nobody_named_is_shown():
     assert done.stderr == "nowhere.toml names no slice: v5e:4x4; --topology names another\n"
     line[-1:] = ["configs/pod_8b_v6e.toml", "run.dir=d"]
     assert not subprocess.run(line, capture_output=True, text=True, check=True).stderr
+
+
+def test_the_flat_slices_are_those_of_plans():
+    flat = re.search("flat='(.*?)'", (SCRIPTS / "common.sh").read_text())[1].split("|")
+    assert tuple(flat) == SHAPES["v5e"] == SHAPES["v6e"]
 
 
 NO_SLICES = ["h100x8", "v9z:4x4", "v5e:4xa", "v5e:5x5", "v6e:0x4", "v5e:08x8", "v5p:4x4"]
