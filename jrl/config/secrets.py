@@ -18,17 +18,8 @@ _ENVIRONMENT = "env:"
 _WORDS = {
     *("key", "apikey", "token", "secret", "password", "passwd", "pwd", "passphrase"),
     *("passcode", "pw", "webhook", "dsn", "otp", "totp", "mnemonic", "sas"),
-    *(
-        "credential",
-        "cred",
-        "auth",
-        "oauth",
-        "authorization",
-        "authentication",
-        "bearer",
-        "cookie",
-        "jwt",
-    ),
+    *("credential", "cred", "auth", "oauth", "authorization", "authentication"),
+    *("bearer", "cookie", "jwt"),
 }
 """Words of a name that make its value a secret."""
 _ENDINGS = ("token", "secret", "password", "passwd", "passphrase", "credential", "cookie")

@@ -136,8 +136,8 @@ _SOCKET, _FAMILIES = (41, 198), (2, 10, 16)
 """IPv4, IPv6, netlink: a network namespace holds them. It does not hold sockets to the host of a
 virtual machine (vsock), nor those with a path, by which services listen (unix); pairs stay."""
 _OPTION, _OF_SOCKETS, _SIZES = (54, 208), 1, (7, 8)
-"""setsockopt, SOL_SOCKET, and its SO_SNDBUF and SO_RCVBUF: what waits in a socket is memory of the
-kernel's, which no sum holds, and megabytes in each where it may be made larger than usual."""
+"""setsockopt, SOL_SOCKET, and its SO_SNDBUF and SO_RCVBUF: the contents of a socket are memory of
+the kernel's, which no sum counts, and megabytes each where code may enlarge it."""
 _REFUSED_BESIDE_OTHERS = {
     "socket": _SOCKET,  # socketpair stays, which asyncio and multiprocessing use
     # A process that leaves the group outlives the signal that ends the group.
