@@ -222,11 +222,12 @@ def test_a_tool_may_take_an_argument_called_function():
 
 
 def test_modules_beside_the_worker_do_not_hide_others(tmp_path):
+    ours = f"{Path(module.__file__).parents[1]}/"  # a checkout, with its environment, may be jrl too
     (tmp_path / "env.py").write_text(
         "import importlib.util, types\n"
         "def make():\n"
         "    found = [n for n in ('gymnasium', 'calculator', 'textarena_child')\n"
-        "             if (s := importlib.util.find_spec(n)) and 'jrl' in (s.origin or '')]\n"
+        f"             if (s := importlib.util.find_spec(n)) and {ours!r} in (s.origin or '')]\n"
         "    say = lambda prompt, seed: (0, [{'role': 'user', 'content': repr(found)}])\n"
         "    return types.SimpleNamespace(init=say, step=None)\n"
     )
