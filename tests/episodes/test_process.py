@@ -222,7 +222,7 @@ def test_a_tool_may_take_an_argument_called_function():
 
 
 def test_modules_beside_the_worker_do_not_hide_others(tmp_path):
-    ours = f"{Path(module.__file__).parents[1]}/"  # a checkout, with its environment, may be jrl too
+    ours = f"{Path(module.__file__).parents[1]}/"  # a checkout, too, may be named jrl
     (tmp_path / "env.py").write_text(
         "import importlib.util, types\n"
         "def make():\n"
